@@ -204,12 +204,15 @@ class SaveProgress(Struct, frozen=True, array_like=True):
         lane: Lane of its blocks.
         block_ids: Its block tables so far (prefix hits included).
         num_computed_tokens: Tokens whose KV these blocks hold after the forward of this step.
+        first_positions: For each KV group the first position whose KV its blocks hold: 0, or one
+            behind which a window has moved. Empty: 0 in each.
     """
 
     request_id: str
     lane: int
     block_ids: BlockTables
     num_computed_tokens: int
+    first_positions: tuple[int, ...] = ()
 
 
 class LoadSpec(Struct, frozen=True, array_like=True):
@@ -220,7 +223,7 @@ class LoadSpec(Struct, frozen=True, array_like=True):
         sealed: The ticket as it came, for the producer.
         lane: Lane of the destination blocks.
         block_ids: The request's block tables.
-        start_row: First row to fetch; the rows before it are already here.
+        start_row: First row to fetch; the rows before it are already here, or behind the window.
     """
 
     ticket: Ticket
@@ -499,6 +502,13 @@ class KVConnectorScheduler(Protocol):
         Returns:
             The ends that concern the engine. A connector made of several may return other ends than
             it was given.
+        """
+
+    def first_position_read(self, request_id: str) -> int | None:
+        """Return the first position whose KV is still read here for a running request.
+
+        Blocks from it on stay allocated even if a window leaves them behind. None: none is read
+        that a window may leave.
         """
 
     def request_preempted(self, request_id: str) -> None:

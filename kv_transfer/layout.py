@@ -44,6 +44,8 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rope: Element order in which K was rotated: ``"hf"`` (halves) or ``"meta"`` (pairs).
         model_fingerprint: Names the weights and their rope scaling; equal means equal KV.
         num_planes: 2 for K and V, 1 for a latent cache (MLA).
+        window: Tokens that a position sees, its own included; None: all before it. An engine with
+            a window does not keep the rows behind it.
     """
 
     num_layers: int
@@ -54,14 +56,17 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rope: str
     model_fingerprint: str
     num_planes: int = 2
+    window: int | None = None
 
     def __post_init__(self) -> None:
         """Check the values.
 
         Raises:
             InvalidLayoutError: When a count is not positive, the block size is no multiple of 32,
-                or dtype, rope order or number of planes is unknown.
+                dtype, rope order or number of planes is unknown, or the window is not positive.
         """
+        if self.window is not None and self.window <= 0:
+            raise InvalidLayoutError(f"window must be positive, got {self.window}")
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
             if getattr(self, name) <= 0:
                 raise InvalidLayoutError(f"{name} must be positive, got {getattr(self, name)}")
@@ -123,13 +128,24 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return how many rows hold ``num_tokens`` tokens; the last one may be partly filled."""
         return -(-num_tokens // ROW_TOKENS)
 
+    def first_row(self, num_tokens: int) -> int:
+        """Return the first row that an engine needs to continue behind so many tokens.
+
+        It may compute the last of them again, and that token sees its whole window.
+        """
+        window = num_tokens if self.window is None else self.window
+        return max(num_tokens - window, 0) // ROW_TOKENS
+
     def covering(self, first_row: int, num_rows: int) -> tuple[int, int]:
         """Return the blocks that hold these rows: a half-open range of positions in the table."""
         end_row = first_row + num_rows
         return first_row // self.rows_per_block, -(-end_row // self.rows_per_block)
 
     def content_hash(self) -> str:
-        """Return 32 hexadecimal digits that are equal for equal rows, whatever the block size."""
+        """Return 32 hexadecimal digits that are equal for equal rows.
+
+        Neither the block size nor the window changes a row.
+        """
         body = msgspec.to_builtins(self)
-        del body["block_size"]
+        del body["block_size"], body["window"]
         return hashlib.blake2b(msgspec.msgpack.encode((_FORMAT, body)), digest_size=16).hexdigest()

@@ -205,6 +205,11 @@ class MultiConnectorScheduler:
             failed={x: outcome for x, outcome in ends.items() if isinstance(outcome, Failure)},
         )
 
+    def first_position_read(self, request_id: str) -> int | None:
+        """Return the first position that either connector still reads; None: none."""
+        reads = (c.first_position_read(request_id) for c in (self._p2p, self._pooled))
+        return min((first for first in reads if first is not None), default=None)
+
     def request_preempted(self, request_id: str) -> None:
         """Stop touching a request's blocks: they are about to be reused."""
         if request_id in self._fetching:

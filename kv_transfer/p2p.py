@@ -76,7 +76,9 @@ class P2PConnectorScheduler:
         """Offer the full blocks of a request that keeps running here."""
         transfer = self._begin(request, only_role="producer")
         transfer.is_lent = True
-        if transfer.ticket.num_tokens > lent.num_computed_tokens:
+        first_row = self._layout.first_row(transfer.ticket.num_tokens)
+        is_behind = any(first_row * ROW_TOKENS < first for first in lent.first_positions)
+        if is_behind or transfer.ticket.num_tokens > lent.num_computed_tokens:
             self.cancel(request.request_id)
             return
         transfer.num_saved_tokens = lent.num_computed_tokens
@@ -146,6 +148,7 @@ class P2PConnectorScheduler:
             )
         # Rounded down: a row that the local prefix covers in part is fetched whole.
         start_row = (num_tokens - num_external_tokens) // ROW_TOKENS
+        start_row = max(start_row, self._layout.first_row(num_tokens))
         if num_external_tokens == 0:
             start_row = self._layout.num_rows(num_tokens)
         transfer.is_loading = True
@@ -181,6 +184,16 @@ class P2PConnectorScheduler:
             if request_id in self._cancels:
                 self._cancels.remove(request_id)
         return results
+
+    def first_position_read(self, request_id: str) -> int | None:
+        """Return the first position that is sent while its request decodes; None without one.
+
+        A prefilling request needs no answer: its window has not left what its ticket is for.
+        """
+        transfer = self._transfers.get(request_id)
+        if transfer is None or not transfer.is_lent:
+            return None
+        return self._layout.first_row(transfer.ticket.num_tokens) * ROW_TOKENS
 
     def request_preempted(self, request_id: str) -> None:
         """Stop reading a producing request's blocks: they are about to be reused."""

@@ -70,6 +70,8 @@ class _PooledRequest:
     """Leading units that are in the pool, or were passed to the worker side to be saved."""
     is_saving: bool = False
     """True while the worker side has not read all of the units passed to it."""
+    first_unread: int = 0
+    """While saving: the first unit that may not have been read."""
     is_finished: bool = False
     """True once the engine has finished it and keeps its blocks until results name it."""
 
@@ -227,7 +229,8 @@ class PooledConnectorScheduler:
                 f"{self._layout.num_blocks(end)} needed for {end} tokens from the pool"
             )
         unit_tokens = self._store.unit_tokens
-        first_unit, stop_unit = num_computed // unit_tokens, -(-end // unit_tokens)
+        start_row = max(num_computed // ROW_TOKENS, self._layout.first_row(end))
+        first_unit, stop_unit = start_row * ROW_TOKENS // unit_tokens, -(-end // unit_tokens)
         request.is_loading = True
         self._loads[request_id] = PoolLoadSpec(
             request_id,
@@ -235,7 +238,7 @@ class PooledConnectorScheduler:
             (tuple(table),),
             first_unit,
             request.keys[first_unit:stop_unit],
-            num_computed // ROW_TOKENS,
+            start_row,
             end // ROW_TOKENS,
         )
 
@@ -273,6 +276,13 @@ class PooledConnectorScheduler:
             if request is not None and request.is_finished:
                 del self._requests[request_id]
         return results
+
+    def first_position_read(self, request_id: str) -> int | None:
+        """Return the first position of a running request that has yet to be read; None: none."""
+        request = self._requests.get(request_id)
+        if request is None or not request.is_saving:
+            return None
+        return request.first_unread * self._store.unit_tokens
 
     def request_preempted(self, request_id: str) -> None:
         """Stop touching a request's blocks, look it up again, and start its saves again.
@@ -361,7 +371,13 @@ class PooledConnectorScheduler:
         self._settle(request, progress.num_computed_tokens)
         if request.num_settled == first:
             return None
-        request.is_saving = True
+        # Units whose beginning is behind the window are gone.
+        gone = max(progress.first_positions, default=0)
+        first = max(first, -(-gone // self._store.unit_tokens))
+        if first >= request.num_settled:
+            return None
+        if not request.is_saving:
+            request.is_saving, request.first_unread = True, first
         return PoolSaveSpec(
             progress.request_id,
             progress.lane,

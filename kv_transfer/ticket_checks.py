@@ -78,7 +78,10 @@ class TicketChecks:
             return FailureReason.AUTH
         if ticket.epoch != fetch.epoch:
             return FailureReason.EPOCH
-        is_in_range = fetch.start_row < fetch.end_row <= self._layout.num_rows(ticket.num_tokens)
+        # The rows before the window are not kept: an engine without one must compute them.
+        first_row = self._layout.first_row(ticket.num_tokens)
+        end_row = self._layout.num_rows(ticket.num_tokens)
+        is_in_range = first_row <= fetch.start_row < fetch.end_row <= end_row
         # Inline payload can replace any path except "shared", which needs shared memory here.
         is_possible = fetch.path != "shared" or "shared" in self._paths
         return None if is_in_range and is_possible else FailureReason.LAYOUT

@@ -126,6 +126,14 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
         window = self.spec.window
         return 0 if window is None else max(position + 1 - window, 0) // self.block_size
 
+    def first_position_moved(self, num_tokens: int) -> int:
+        """Return the first position whose KV is loaded from elsewhere, of so many tokens.
+
+        As `kv_transfer.layout.KVLayout.first_row`: a token computed again sees its whole window.
+        """
+        window = self.spec.window
+        return 0 if window is None else max(num_tokens - window, 0) // ROW_TOKENS * ROW_TOKENS
+
     def num_tokens_in(self, num_blocks: int) -> int:
         """Return the longest sequence, in tokens, that fits into so many blocks."""
         if self.max_blocks is not None and num_blocks >= self.max_blocks:

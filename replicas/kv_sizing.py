@@ -57,22 +57,24 @@ def kv_rope(config: EngineConfig) -> str:
 def kv_specs(config: EngineConfig, model: ModelConfig) -> tuple[KVSpec, ...]:
     """Return the KV of each layer; on a simulated mesh, as stored here.
 
-    Layers with a window keep the KV of that window only on ttserve's own classes for the CPU,
-    without a KV connector. Elsewhere one block table serves all layers, or other engines may read
-    any block of it, so that layers with a window keep the KV of all tokens, too.
+    Layers with a window keep the KV of that window only on ttserve's own classes for the CPU.
+    Elsewhere one block table serves all layers. Connectors move the KV of one group: beside layers
+    without a window, and with a connector of another package, those with one keep the KV of all
+    tokens, too.
     """
     if config.simulated_mesh is not None:
         return (KV_SPEC,)
     specs = model.kv_specs(resolve_dtype(config, model))
     window = model.sliding_window
-    needs_all = any(v is not None for v in (config.mesh, config.kv_connector, config.generator))
+    has_window = [model.has_window(layer) for layer in range(len(specs))]
+    connector = config.kv_connector
+    moves_all = connector is not None and (":" in connector or not all(has_window))
+    needs_all = config.mesh is not None or config.generator is not None or moves_all
     if window is None or needs_all or window >= _asked_length(config, model):
         return specs
     return tuple(
-        msgspec.structs.replace(spec, kind="window", window=window)
-        if model.has_window(layer)
-        else spec
-        for layer, spec in enumerate(specs)
+        msgspec.structs.replace(spec, kind="window", window=window) if has else spec
+        for has, spec in zip(has_window, specs, strict=True)
     )
 
 
@@ -137,8 +139,12 @@ def kv_groups(
 
 
 def _max_blocks(config: EngineConfig, model: ModelConfig, spec: KVSpec) -> int | None:
-    """Return the most blocks of a window that one sequence holds: with the largest chunk's."""
-    if spec.window is None:
+    """Return the most blocks of a window that one sequence holds: with the largest chunk's.
+
+    With a connector it may hold those of all tokens: KV that is on its way has a place for each, so
+    that the prompt can be computed if it does not come.
+    """
+    if spec.window is None or config.kv_connector is not None:
         return None
     return 1 + -(-(spec.window + _longest_pass(config, model)) // config.block_size)
 

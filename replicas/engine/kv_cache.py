@@ -49,12 +49,14 @@ class Place(NamedTuple):
             group's window.
         num_tokens: Tokens that these stand for; the same number in each KV group.
         is_converted: Whether some of their KV came in another dtype.
+        is_whole: Whether there is room for all tokens of groups with windows, too.
     """
 
     dp_group: int
     hits: list[list[int]]
     num_tokens: int
     is_converted: bool = False
+    is_whole: bool = False
 
 
 class SlotTable:
@@ -111,6 +113,7 @@ class KVCacheManager:
         kv_groups: The model's KV groups.
         prefix_cache_key: Secret that the hashes of cached blocks depend on; 16 to 64 bytes.
         max_pass_tokens: Most tokens behind a sequence's computed ones whose KV a pass writes.
+        num_kept_tokens: Tokens by which a window's blocks are freed later than they could be.
 
     Attributes:
         block_multiple: A multiple of this many tokens fills whole blocks in each KV group.
@@ -126,8 +129,10 @@ class KVCacheManager:
         kv_groups: SequenceOf[KVGroup],
         prefix_cache_key: bytes,
         max_pass_tokens: int,
+        num_kept_tokens: int = 0,
     ) -> None:
         self._max_pass_tokens = max_pass_tokens
+        self._num_kept_tokens = num_kept_tokens
         count = config.tt_data_parallel
         self._kv_groups = kv_groups
         self._block_sizes = [kv_group.block_size for kv_group in kv_groups]
@@ -183,6 +188,8 @@ class KVCacheManager:
         num_tokens: int,
         full_groups: Collection[int] = (),
         prompt_tokens: SequenceOf[int] = (),
+        *,
+        is_whole: bool = False,
     ) -> Place | None:
         """Return a group with a free slot and blocks for `num_tokens`, or None.
 
@@ -195,6 +202,8 @@ class KVCacheManager:
             full_groups: Groups that must not be chosen.
             prompt_tokens: Prompt tokens that each group computes before this sequence's. If empty,
                 neither these nor cached blocks influence the choice.
+            is_whole: Whether groups with windows need blocks for all tokens as well. Otherwise
+                those of the first pass are enough.
         """
         groups = self._with_slots(seq, full_groups)
         prefixes = {}
@@ -203,13 +212,21 @@ class KVCacheManager:
             groups.sort(key=lambda g: prompt_tokens[g] - prefixes[g][1])
         for group in groups:
             walks, num_hit = prefixes.get(group) or self.find_prefix(seq, group)
-            if self._fits(seq, group, num_tokens, walks, num_hit):
+            if self._fits(seq, group, num_tokens, walks, num_hit, is_whole=is_whole):
                 found = zip(walks, self._block_sizes, strict=True)
                 hits = [w.block_ids[: num_hit // s] for w, s in found]
                 for index in self._windowed:
                     hits[index] = self._window_hits(seq, group, index, num_hit)
-                return Place(group, hits, num_hit)
+                return Place(group, hits, num_hit, is_whole=is_whole)
         return None
+
+    def whole_place(self, seq: Sequence, place: Place, num_tokens: int) -> Place | None:
+        """Return a place that `find_place` has found with room for all tokens, or None."""
+        if self._windowed:
+            walks, num_hit = self.find_prefix(seq, place.dp_group)
+            if not self._fits(seq, place.dp_group, num_tokens, walks, num_hit, is_whole=True):
+                return None
+        return place._replace(is_whole=True)
 
     def fork(
         self, seq: Sequence, parent: Sequence, num_tokens: int, full_groups: Collection[int] = ()
@@ -229,6 +246,8 @@ class KVCacheManager:
         if group in full_groups or not self._slots.num_empty(group):
             return None
         num_shared = seq.num_shared_tokens(self.block_multiple)
+        if not self._has_window_of(parent, num_shared):
+            return None
         hits = []
         for kv_group, pool, table in self._each_kv_group(group, parent.place.block_ids):
             hits.append(table[: num_shared // kv_group.block_size])
@@ -236,7 +255,7 @@ class KVCacheManager:
             if NULL_BLOCK in seen:
                 return None
             hits[-1][: -len(seen) or None] = [NULL_BLOCK] * (len(hits[-1]) - len(seen))
-            num_blocks = self._num_first_blocks(kv_group, num_shared, num_tokens)
+            num_blocks = self._num_first_blocks(kv_group, num_shared, num_tokens, is_whole=False)
             if num_blocks - len(hits[-1]) > pool.num_free_blocks:
                 return None
         return Place(group, hits, num_shared, parent.place.is_converted)
@@ -254,8 +273,8 @@ class KVCacheManager:
     def admit(self, seq: Sequence, found: Place, num_tokens: int) -> int:
         """Give a sequence its slot, the blocks it hits, and new blocks up to `num_tokens`.
 
-        Of a group with a window it gets those of its first pass; `grow` appends the next ones, as
-        `settle` frees those that the window has left.
+        Of a group with a window it gets those of its first pass, unless the place is whole; `grow`
+        appends the next ones, as `settle` frees those that the window has left.
 
         Returns:
             The leading tokens whose KV is in the blocks that it hits.
@@ -266,9 +285,12 @@ class KVCacheManager:
         place.num_behind = [
             kv_group.first_block_seen(found.num_tokens) for kv_group in self._kv_groups
         ]
+        place.num_missing = [0] * len(self._kv_groups)
         for kv_group, pool, hits in self._each_kv_group(group, found.hits):
             pool.share([block_id for block_id in hits if block_id != NULL_BLOCK])
-            num_blocks = self._num_first_blocks(kv_group, found.num_tokens, num_tokens)
+            num_blocks = self._num_first_blocks(
+                kv_group, found.num_tokens, num_tokens, is_whole=found.is_whole
+            )
             num_new = num_blocks - len(hits)
             place.block_ids.append([*hits, *pool.allocate(num_new)])
         place.capacity = self._capacity(seq)
@@ -284,7 +306,34 @@ class KVCacheManager:
                 self.stats[group].prefix_cache_hits += found.num_tokens
         return found.num_tokens
 
-    def note_loaded(self, seq: Sequence, num_new: int, *, is_converted: bool) -> None:
+    def first_positions(self, seq: Sequence) -> tuple[int, ...]:
+        """Return for each KV group the first position whose KV the sequence's blocks hold."""
+        place = seq.place
+        rows = zip(place.num_behind, self._block_sizes, place.num_missing, strict=False)
+        return tuple(max(num_behind * size, missing) for num_behind, size, missing in rows)
+
+    def is_served_by(self, num_local: int, end: int, num_tokens: int) -> bool:
+        """Return whether a sequence can continue behind `num_tokens` after a load.
+
+        Args:
+            num_local: Tokens that it had before; each of its windows was complete there.
+            end: End of the load. Of groups with a window only the last window was requested.
+            num_tokens: Tokens that have arrived, at most `end`.
+        """
+        return all(
+            kv_group.first_position_moved(end)
+            <= max(num_local, kv_group.first_position_moved(num_tokens))
+            for kv_group in self._kv_groups
+        )
+
+    def _has_window_of(self, seq: Sequence, num_tokens: int) -> bool:
+        """Return whether a sequence has the KV that a token behind `num_tokens` sees."""
+        return all(
+            first <= kv_group.first_position_moved(num_tokens)
+            for kv_group, first in zip(self._kv_groups, seq.place.num_missing, strict=True)
+        )
+
+    def note_loaded(self, seq: Sequence, num_new: int, end: int, *, is_converted: bool) -> None:
         """Note that KV has been loaded into a sequence's blocks, and index the full ones.
 
         Converted KV is not indexed, and neither is a block with the last known token, because that
@@ -293,12 +342,19 @@ class KVCacheManager:
         Args:
             seq: The sequence, whose progress contains the tokens.
             num_new: Tokens whose KV was loaded.
+            end: End of the load, of which these may be a part; see `is_served_by`.
             is_converted: Whether their KV came in another dtype and so must not be shared.
         """
         place = seq.place
         if seq.phase is Phase.LOADING and not seq.num_preemptions:
             place.num_cached_tokens += num_new
         place.is_converted |= is_converted and num_new > 0
+        if num_new:
+            num_local = seq.num_computed_tokens - num_new
+            for index in self._windowed:
+                first = self._kv_groups[index].first_position_moved(end)
+                if first > num_local:
+                    place.num_missing[index] = first
         if seq.needs_whole_prompt:
             return
         self.settle(seq, min(seq.num_computed_tokens, seq.num_tokens - 1))
@@ -359,6 +415,7 @@ class KVCacheManager:
             self._pools[place.dp_group][index].free(block_ids[place.num_behind[index] :])
         place.block_ids = []
         place.num_behind = []
+        place.num_missing = []
         place.capacity = 0
         place.num_indexed_tokens = 0
         place.is_converted = False
@@ -407,7 +464,7 @@ class KVCacheManager:
         assert len(found) == len(hashes), "a block of a hit is not cached"
         return [NULL_BLOCK] * first + found
 
-    def settle(self, seq: Sequence, num_final_tokens: int) -> None:
+    def settle(self, seq: Sequence, num_final_tokens: int, first_read: int | None = None) -> None:
         """Index the blocks that have just become full, and free those behind a window.
 
         An indexed block may be shared, so it must not be written to again.
@@ -416,11 +473,15 @@ class KVCacheManager:
             seq: The sequence.
             num_final_tokens: Leading tokens whose KV is here and never computed or loaded again.
                 No step under way computes an earlier one, so none sees what is freed.
+            first_read: First position whose KV the connector still reads; None: it reads none.
         """
         self.index_full_blocks(seq, num_final_tokens)
         for index in self._windowed:
             kv_group, place = self._kv_groups[index], seq.place
-            begin, end = place.num_behind[index], kv_group.first_block_seen(num_final_tokens)
+            begin = place.num_behind[index]
+            end = kv_group.first_block_seen(num_final_tokens - self._num_kept_tokens)
+            if first_read is not None:
+                end = min(end, first_read // kv_group.block_size)
             if begin < end:
                 self._pools[place.dp_group][index].free(place.block_ids[index][begin:end])
                 place.block_ids[index][begin:end] = [NULL_BLOCK] * (end - begin)
@@ -437,7 +498,9 @@ class KVCacheManager:
         self._extend_hashes(seq)
         for index, pool in enumerate(self._pools[seq.place.dp_group]):
             size, hashes = self._block_sizes[index], seq.place.block_hashes[index]
-            for i in range(num_indexed // size, num_final_tokens // size):
+            # Of a load with a window the first block may be there in part.
+            first = max(num_indexed // size, -(-seq.place.num_missing[index] // size))
+            for i in range(first, num_final_tokens // size):
                 pool.cache(seq.place.block_ids[index][i], hashes[i])
         seq.place.num_indexed_tokens = num_final_tokens
 
@@ -530,13 +593,21 @@ class KVCacheManager:
         return zip(self._kv_groups, self._pools[group], values, strict=True)
 
     def _fits(
-        self, seq: Sequence, group: int, num_tokens: int, walks: list[PrefixWalk], num_hit: int
+        self,
+        seq: Sequence,
+        group: int,
+        num_tokens: int,
+        walks: list[PrefixWalk],
+        num_hit: int,
+        *,
+        is_whole: bool,
     ) -> bool:
         """Return whether a group has blocks for `num_tokens`, of which `num_hit` are cached."""
         for index, pool in enumerate(self._pools[group]):
             kv_group = self._kv_groups[index]
             num_found = num_hit // kv_group.block_size
-            num_taken = self._num_first_blocks(kv_group, num_hit, num_tokens) - num_found
+            num_first = self._num_first_blocks(kv_group, num_hit, num_tokens, is_whole=is_whole)
+            num_taken = num_first - num_found
             if kv_group.spec.window is None:
                 num_taken += walks[index].num_evictable(num_found)
             else:
@@ -546,9 +617,11 @@ class KVCacheManager:
                 return False
         return True
 
-    def _num_first_blocks(self, kv_group: KVGroup, num_hit: int, num_tokens: int) -> int:
+    def _num_first_blocks(
+        self, kv_group: KVGroup, num_hit: int, num_tokens: int, *, is_whole: bool
+    ) -> int:
         """Return the length of a sequence's first table, for `num_tokens` after `num_hit`."""
-        if kv_group.spec.window is not None:
+        if kv_group.spec.window is not None and not is_whole:
             num_tokens = min(num_tokens, num_hit + self._max_pass_tokens)
         return kv_group.table_length(num_tokens)
 

@@ -241,7 +241,10 @@ class KVLoads:
             # After a partial load, computation must start at a block boundary, as after a prefix
             # hit.
             end -= end % self._kv.block_multiple if self._resumes_prefill else end
-        return max(0, end - seq.num_computed_tokens)
+        num_local = seq.num_computed_tokens
+        if end <= num_local or not self._kv.is_served_by(num_local, load.end, end):
+            return 0
+        return end - num_local
 
     def verdict(self, seq: Sequence) -> Verdict:
         """Decide whether a sequence that waits for KV runs; if so, remove it here.

@@ -23,6 +23,7 @@ import copy
 import itertools
 from collections import deque
 from enum import Enum
+from math import lcm
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -122,7 +123,9 @@ class Scheduler:
         self._config = config
         self._connector = connector
         max_pass_tokens = self._token_budget + kv_tokens_per_pass - 1
-        self._kv = KVCacheManager(config, kv_groups, prefix_cache_key, max_pass_tokens)
+        # A stream can move if the last window of its full blocks is here, as of a block ago.
+        num_kept = 2 * lcm(*(g.block_size for g in kv_groups)) if connector is not None else 0
+        self._kv = KVCacheManager(config, kv_groups, prefix_cache_key, max_pass_tokens, num_kept)
         self.loads = KVLoads(config, self._kv, connector, resumes_prefill=resumes_prefill)
         self._resumes_prefill = resumes_prefill
         decode_kind: StepKind = "mixed" if config.mixed_batches else "decode"
@@ -195,7 +198,7 @@ class Scheduler:
         # Choices that are queued here have no claim to this slot. Routers see them as waiting and
         # leave slots for them, so they are overtaken only by requests placed with an old snapshot.
         num_needed = self._num_needed(seq.num_tokens)
-        place = self._kv.find_place(seq, num_needed)
+        place = self._kv.find_place(seq, num_needed, is_whole=True)
         if place is None:
             return "no_blocks" if self._kv.has_slot(seq) else "no_slot"
         seq.num_computed_tokens = self._kv.admit(seq, place, num_needed)
@@ -239,7 +242,9 @@ class Scheduler:
         block_ids = tuple(map(tuple, seq.place.block_ids))
         self._connector.lend(
             seq.transfer_with(ticket),
-            SaveProgress(request_id, seq.place.dp_group, block_ids, num_full),
+            SaveProgress(
+                request_id, seq.place.dp_group, block_ids, num_full, self._kv.first_positions(seq)
+            ),
             now_s,
         )
 
@@ -301,7 +306,8 @@ class Scheduler:
         has_client = seq.phase is Phase.RESERVED
         num_new = self.loads.end_load(seq, failure)
         seq.num_computed_tokens += num_new
-        self._kv.note_loaded(seq, num_new, is_converted=is_converted)
+        assert seq.load is not None
+        self._kv.note_loaded(seq, num_new, seq.load.end, is_converted=is_converted)
         if failure is not None and has_client and self.loads.try_next_ticket(seq, now_s):
             return None
         self._continue_after_load(seq)
@@ -547,6 +553,10 @@ class Scheduler:
             None if plan.progress and self._draft_control is not None else plan.work(len(self._kv))
         )
 
+    def first_positions(self, seq: Sequence) -> tuple[int, ...]:
+        """Return for each KV group the first position whose KV the sequence's blocks hold."""
+        return self._kv.first_positions(seq)
+
     def progress(self, batch: ScheduledBatch) -> Iterable[tuple[Sequence, int]]:
         """Yield sequences whose prompt a step computes, with their computed tokens after it.
 
@@ -770,17 +780,25 @@ class Scheduler:
         if num_external is None:
             return _Admission.NOT_YET
         if num_external:
-            # It gets slot and blocks now, and no tokens of this step: the KV comes first.
-            seq.num_computed_tokens = self._kv.admit(seq, place, num_needed)
-            self.table.move(seq, Phase.LOADING)
-            self.loads.start(seq, num_external)
-            return _Admission.ADMITTED
+            return self._start_load(seq, place, num_needed, num_external)
         count = self._chunk(plan, seq, place.num_tokens)
         if count == 0:
             return _Admission.NO_ROOM
         seq.num_computed_tokens = self._kv.admit(seq, place, num_needed)
         self.table.move(seq, Phase.PREFILL)
         plan.add(seq, count)
+        return _Admission.ADMITTED
+
+    def _start_load(
+        self, seq: Sequence, place: Place, num_needed: int, num_external: int
+    ) -> _Admission:
+        """Give a queued sequence slot and blocks, and no tokens: the KV comes first."""
+        whole = self._kv.whole_place(seq, place, num_needed)
+        if whole is None:
+            return _Admission.NO_ROOM
+        seq.num_computed_tokens = self._kv.admit(seq, whole, num_needed)
+        self.table.move(seq, Phase.LOADING)
+        self.loads.start(seq, num_external)
         return _Admission.ADMITTED
 
     def _might_admit(self) -> bool:
@@ -1034,7 +1052,7 @@ class Scheduler:
                 seq.num_computed_tokens += count - 1
                 self._append_run(outputs, seq, run)
             else:
-                self._kv.settle(seq, seq.num_computed_tokens)
+                self._settle(seq, seq.num_computed_tokens)
         has_runs = decoded.counts or max(counts) > 1
         return outputs if has_runs else outputs._replace(counts=[])
 
@@ -1055,13 +1073,20 @@ class Scheduler:
 
     def _finish_or_continue(self, seq: Sequence, end: End | None) -> None:
         """Settle a sequence's blocks after new tokens, then end, hand over or decode it."""
-        self._kv.settle(seq, seq.num_tokens - 1)
+        self._settle(seq, seq.num_tokens - 1)
         if end is not None:
             self._finish(seq, end.reason)
         elif seq.mode == "prefill":
             self._hand_over(seq)
         else:
             self._continue_decoding(seq)
+
+    def _settle(self, seq: Sequence, num_final_tokens: int) -> None:
+        """Index a sequence's full blocks, and free those behind windows that no transfer reads."""
+        first_read = None
+        if self._connector is not None and seq.parent is None:
+            first_read = self._connector.first_position_read(seq.request_id)
+        self._kv.settle(seq, num_final_tokens, first_read)
 
     def _continue_decoding(self, seq: Sequence) -> None:
         """Let a sequence decode, and set when it must be examined next."""

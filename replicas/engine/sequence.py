@@ -117,6 +117,8 @@ class KVPlace:
             `t // block_size` of that group; empty without blocks. Blocks behind the window of a
             group are null.
         num_behind: For each KV group the leading null blocks of its table.
+        num_missing: For each KV group the leading tokens whose KV its blocks lack, because only
+            that of the last window was loaded.
         capacity: Tokens for which it has blocks in every KV group.
         block_hashes: For each KV group chain hashes of the full blocks of `token_ids`; empty until
             they are needed.
@@ -134,6 +136,7 @@ class KVPlace:
     slot: int = -1
     block_ids: list[list[int]] = field(default_factory=list)
     num_behind: list[int] = field(default_factory=list)
+    num_missing: list[int] = field(default_factory=list)
     capacity: int = 0
     block_hashes: list[list[bytes]] = field(default_factory=list)
     walks: dict[int, list[PrefixWalk]] = field(default_factory=dict)

@@ -65,7 +65,11 @@ class Transfers:
         if batch is not None:
             progress = [
                 SaveProgress(
-                    s.request_id, s.place.dp_group, tuple(map(tuple, s.place.block_ids)), num_tokens
+                    s.request_id,
+                    s.place.dp_group,
+                    tuple(map(tuple, s.place.block_ids)),
+                    num_tokens,
+                    self._scheduler.first_positions(s),
                 )
                 for s, num_tokens in self._scheduler.progress(batch)
             ]

@@ -10,6 +10,7 @@ import torch
 
 from kv_transfer.layout import KVLayout
 from replicas.generators.fingerprint import model_fingerprint
+from replicas.kv_sizing import kv_specs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,6 +105,7 @@ class Platform(ABC):
             num_kv_heads=spec.heads,
             head_dim=spec.width,
             num_planes=spec.planes,
+            window=kv_specs(config, self.model)[0].window,
             block_size=config.block_size,
             dtype=dtype,
             rope=rope,

@@ -20,7 +20,7 @@ from kv_transfer.messages import (
     Mapped,
     Renew,
 )
-from tests.kv_transfer.fakes import KEYS, FakeEngine, FakeIO, make_loopback_engine
+from tests.kv_transfer.fakes import KEYS, LAYOUT, FakeEngine, FakeIO, make_loopback_engine
 from tests.kv_transfer.pairs import NUM_TOKENS, TARGET, Pair, fetch
 from tests.kv_transfer.worlds import World
 
@@ -218,6 +218,15 @@ def test_a_fetch_that_its_own_ticket_does_not_allow_gets_nothing(changes, reason
     pair = offered("inline")
     assert_refused(ask(pair, fetch(pair, **changes)), reason)
     pair.load_and_deliver()
+
+
+def test_an_engine_that_needs_more_than_the_window_gets_nothing(path: str) -> None:
+    """The producer has freed the blocks behind its window: they may hold another request's KV."""
+    pair = Pair(path, layouts=(msgspec.structs.replace(LAYOUT, window=40), LAYOUT))
+    pair.start()
+    pair.prefill(pair.num_tokens)
+    pair.steps(3)
+    assert pair.consumer.reasons == {"r": FailureReason.LAYOUT}
 
 
 @pytest.mark.parametrize(

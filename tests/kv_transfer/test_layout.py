@@ -17,6 +17,7 @@ layouts = st.builds(
     dtype=st.sampled_from(sorted(DTYPE_BYTES)),
     rope=st.sampled_from(["hf", "meta"]),
     num_planes=st.sampled_from([1, 2]),
+    window=st.none() | st.integers(1, 300),
     model_fingerprint=st.text(max_size=4),
 )
 
@@ -59,9 +60,19 @@ def test_a_hash_changes_with_all_that_changes_a_row(
     one: KVLayout, other: KVLayout, field: str
 ) -> None:
     other = msgspec.structs.replace(one, **{field: getattr(other, field)})
-    same_rows = one == other or field == "block_size"
+    same_rows = one == other or field in {"block_size", "window"}
     assert (one.content_hash() == other.content_hash()) == same_rows
     assert len(bytes.fromhex(one.content_hash())) == 16
+
+
+@pytest.mark.parametrize(
+    ("window", "num_tokens", "first_row"),
+    [(None, 999, 0), (100, 99, 0), (100, 131, 0), (100, 132, 1), (1, 65, 2), (1, 64, 1)],
+)
+def test_behind_a_prompt_the_window_of_its_last_token_is_needed(
+    window: int | None, num_tokens: int, first_row: int
+) -> None:
+    assert make(window=window).first_row(num_tokens) == first_row
 
 
 @given(layouts, st.integers(0, 500), st.integers(1, 500))
@@ -85,6 +96,7 @@ def test_blocks_are_as_few_as_hold_the_tokens(layout: KVLayout, num_tokens: int)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"window": 0}, "window must be positive"),
         ({"num_layers": 0}, "num_layers"),
         ({"block_size": 48}, "block_size 48 is no multiple of 32"),
         ({"head_dim": -1}, "head_dim"),

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 
 from kv_transfer.connector import SaveProgress, TransferRequest
 from kv_transfer.errors import FailureReason, TransferError
-from tests.kv_transfer.fakes import KEYS
+from tests.kv_transfer.fakes import KEYS, LAYOUT
 from tests.kv_transfer.pairs import Pair
 
 FULL = 6 * 32
@@ -47,6 +48,19 @@ def test_blocks_of_a_request_that_finishes_stay_until_they_are_fetched(pair: Pai
     assert pair.producer.scheduler.request_finished("r", (pair.source,))
     pair.finish(step_s=0.1)
     pair.assert_delivered()
+
+
+@pytest.mark.parametrize("first", [0, 96, 128, 192])
+def test_kv_that_a_window_has_left_is_not_lent(path: str, first: int) -> None:
+    """Of 192 tokens and a window of 70, rows from position 96 on are needed."""
+    windowed = msgspec.structs.replace(LAYOUT, window=70)
+    pair = Pair(path, num_tokens=FULL, layouts=(windowed, windowed))
+    request = TransferRequest("r", [0] * FULL, KEYS.seal(pair.ticket))
+    lent = SaveProgress("r", 0, (pair.source,), FULL, (first,))
+    pair.producer.scheduler.lend(request, lent, pair.network.now_s)
+    assert pair.producer.scheduler.first_position_read("r") == 96
+    pair.steps(1)
+    assert (pair.producer.reasons == {"r": FailureReason.CANCELLED}) == (first > 96)
 
 
 @pytest.mark.parametrize("num_steps", range(4))

@@ -165,6 +165,7 @@ class FakeConnector:
 
     Args:
         block_sizes: Tokens per block of each KV group.
+        kv_groups: The groups, if some of them may have windows.
 
     Attributes:
         transfers: Those that have not ended.
@@ -175,8 +176,9 @@ class FakeConnector:
         refuse: Why tickets are refused, if they are.
     """
 
-    def __init__(self, *block_sizes: int) -> None:
+    def __init__(self, *block_sizes: int, kv_groups: SequenceOf[KVGroup] = ()) -> None:
         self._block_sizes = block_sizes
+        self._kv_groups = kv_groups
         self.transfers: dict[str, FakeTransfer] = {}
         self.pool: dict[str, int | None] = {}
         self.announced: list[str] = []
@@ -212,7 +214,11 @@ class FakeConnector:
             lane=lent.lane, block_ids=lent.block_ids,
             lent=tuple(request.prompt_token_ids[: ticket.num_tokens]),
         )  # fmt: skip
-        if ticket.num_tokens > num_here:
+        is_behind = any(
+            kv_group.first_position_moved(ticket.num_tokens) < first
+            for kv_group, first in zip(self._kv_groups, lent.first_positions, strict=False)
+        )
+        if is_behind or ticket.num_tokens > num_here:
             self.cancelled.add(request_id)
 
     def get_num_new_matched_tokens(
@@ -257,6 +263,10 @@ class FakeConnector:
             del self.transfers[request_id]
             self.cancelled.discard(request_id)
         return results
+
+    def first_position_read(self, request_id: str) -> int | None:
+        transfer = self.transfers.get(request_id)
+        return 0 if transfer is not None and transfer.lent else None
 
     def request_preempted(self, request_id: str) -> None:
         if request_id in self.transfers and self.transfers[request_id].lent:

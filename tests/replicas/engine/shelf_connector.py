@@ -101,6 +101,9 @@ class ShelfScheduler:
         self._inflight -= results.received
         return results
 
+    def first_position_read(self, request_id: str) -> int | None:
+        return None
+
     def request_preempted(self, request_id: str) -> None:
         calls.append(("request_preempted", request_id))
 

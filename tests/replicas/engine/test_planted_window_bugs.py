@@ -14,7 +14,11 @@ from tests.replicas.engine.test_scheduler_properties import WindowsMachine
 FIRST_SEEN = KVGroup.first_block_seen
 BUGS = {
     "freed too early": (KVGroup, "first_block_seen", lambda g, p: FIRST_SEEN(g, p + 1)),
-    "never freed": (KVCacheManager, "settle", KVCacheManager.index_full_blocks),
+    "never freed": (
+        KVCacheManager,
+        "settle",
+        lambda kv, seq, num, *_: kv.index_full_blocks(seq, num),
+    ),
     "hit without its window": (kv_cache, "served_by_windows", lambda *args: args[1]),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -281,20 +283,27 @@ class TwoKVGroupsMachine(SchedulerMachine):
 
 
 class WindowsMachine(SchedulerMachine):
-    """The same for layers that see windows, alone and beside others, without transfers."""
+    """The same for layers that see windows, alone and beside others.
 
-    reserve = load = lend = None
+    Rows of one token: of a load only the last window comes, to the token.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.rows = mock.patch("replicas.kv_groups.ROW_TOKENS", 1)
+        self.rows.start()
+
+    def teardown(self):
+        try:
+            super().teardown()
+        finally:
+            self.rows.stop()
 
     @initialize(data=st.data())
     def start(self, data):
         # One token, and about one block, are the edges of what a window may be.
         windows = st.sampled_from([None, 1, 2, 3, 4, 5, 8])
         super().start(data.draw(worlds(data.draw(st.integers(1, 3)), windows=windows)))
-
-    @rule(data=st.data(), count=st.integers(1, 4))
-    def add(self, data, count):
-        for _ in range(count):
-            self._add_one(data, remote=None)
 
 
 class BlocksMachine(SchedulerMachine):

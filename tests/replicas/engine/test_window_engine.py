@@ -108,16 +108,20 @@ def test_drafts_are_verified_over_the_blocks_of_a_window(folder):
         ("mistral-window", {}, WINDOW),
         # Nothing would be freed, and one group is simpler than two.
         ("mistral-window", {"max_model_len": WINDOW}, None),
-        # Other engines may read any block of a prompt.
-        ("mistral-window", {"kv_connector": "p2p", "role": "both", "block_size": 32}, None),
+        ("mistral-window", {"kv_connector": "p2p", "role": "both", "block_size": 32}, WINDOW),
+        # A connector of another package may read any block of a prompt.
+        ("mistral-window", {"kv_connector": "module:Class", "role": "both"}, None),
         # A class of another package is given one table for all tokens.
         ("mistral-window", {"generator": "module:Class"}, None),
         ("gemma2", {}, (None, WINDOW)),
         ("gemma2", {"kv_connector": "p2p", "role": "both", "block_size": 32}, None),
         ("llama-gqa", {}, None),
     ],
-    ids=["all layers", "too long", "connector", "class", "some layers", "their connector", "none"],
-)
+    ids=[
+        "all layers", "too long", "connector", "other connector", "class", "some layers",
+        "their connector", "none",
+    ],
+)  # fmt: skip
 def test_which_models_keep_the_blocks_of_a_window(case, changes, window):
     config = make_config(model_folder(case), **changes)
     groups = kv_groups(config, load_hf_config(config.model))
