@@ -564,6 +564,8 @@ def _supervise(options: ServeOptions, path: Path, api_key: str) -> int:
         if api_key:
             raise ClusterConfigError("--api-key and args.ingress.api_keys exclude each other")
         read_keys(config.ingress.api_keys)
+    if config.admin is not None and config.admin.api_keys is not None:
+        read_keys(config.admin.api_keys)
     if not api_key:
         _warn(path, file.warning)
     return supervise(options, file.http_options.host, file.http_options.port, api_key)

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from cluster.routing.explain import Route
     from cluster.routing.pools import Member
     from kv_transfer.keys import KeyRing
-    from replicas.messages import EngineRequest, FinishReason, PauseMode
+    from replicas.messages import EngineRequest, FinishReason
     from replicas.output_processor import OutputDelta
 
 T = TypeVar("T")
@@ -67,8 +67,6 @@ _SCRAPE_TIMEOUT_S = 2.0
 _TRANSFERS_TIMEOUT_S = 1.0
 _PROBE_TIMEOUT_S = 20.0
 """Long, because a step may compute a long prompt; SGLang uses the same."""
-_ORDER_TIMEOUT_S = 60.0
-"""For orders of operators to all engines; a pause may wait for the end of running requests."""
 _MAX_ROUTE_IDS = 4
 _ROUTES_TIMEOUT_S = 2.0
 _VIEW_TIMEOUT_S = 1.0
@@ -352,36 +350,6 @@ class Ingress:
         return transfers_view(
             await self._ask_all(self.fleet.client.kv_transfers, _TRANSFERS_TIMEOUT_S)
         )
-
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> dict[str, bool]:
-        """Pause all engines; see `cluster.edge.backend.Backend.pause`."""
-        client = self.fleet.client
-
-        async def pause(incarnation: str) -> bool:
-            await client.pause(incarnation, mode)
-            return not clear_cache or await client.reset_prefix_cache(incarnation)
-
-        return await self._order_all(pause)
-
-    async def resume(self) -> dict[str, bool]:
-        """End the pause of all engines; see `cluster.edge.backend.Backend.resume`."""
-        return await self._order_all(self.fleet.client.resume)
-
-    async def is_paused(self) -> dict[str, bool]:
-        """Return for each replica whether it is known to be paused."""
-        return await self._order_all(self.fleet.client.is_paused)
-
-    async def reset_prefix_cache(self, *, reset_running_requests: bool) -> dict[str, bool]:
-        """Forget cached blocks; see `cluster.edge.backend.Backend.reset_prefix_cache`."""
-        return await self._order_all(
-            partial(
-                self.fleet.client.reset_prefix_cache, reset_running_requests=reset_running_requests
-            )
-        )
-
-    async def _order_all(self, order: Callable[[str], Awaitable[bool]]) -> dict[str, bool]:
-        answers = await self._ask_all(order, _ORDER_TIMEOUT_S)
-        return {member.replica_id: bool(answer) for member, answer in answers}
 
     async def _make_probe(self) -> dict[str, bool]:
         answers = await self._ask_all(self.fleet.client.probe, _PROBE_TIMEOUT_S)

@@ -35,8 +35,10 @@ from replicas.engine_process.parent import (
     Drain,
     EngineArguments,
     EngineReport,
+    Evacuate,
     HandOver,
     Probe,
+    Reopen,
 )
 from replicas.errors import ConfigError, EngineDeadError, EngineStartError
 from replicas.generators.targets import with_registered_generator
@@ -122,6 +124,7 @@ class EngineHandle:
         keys: The secrets that clients authenticate with.
         role: Its role; during a change still the old one.
         next_role: The role that was last requested.
+        is_evacuating: Whether it was ordered to hand over its requests, and not to reopen since.
         drained: Set once the engine reports that it is drained; see `drain`.
         failure: Why a hung engine was killed, or the reason that it reported at its end; else None.
     """
@@ -137,6 +140,9 @@ class EngineHandle:
         self._process = process
         self._stop_s = stop_s
         self.role = self.next_role = role
+        self.is_evacuating = False
+        # Numbers of the last order to evacuate, and of the last one that was carried out.
+        self._evacuation = self._evacuated = 0
         self._watcher: threading.Thread | None = None
         self.description = description
         self.keys = keys
@@ -215,6 +221,30 @@ class EngineHandle:
         self.next_role = role
         return self._say(ChangeRole(role))
 
+    def evacuate(self) -> bool:
+        """Order the engine to refuse new requests and hand over the others; return at once.
+
+        Returns:
+            Whether the order was sent; False if the engine is gone.
+        """
+        self.is_evacuating = True
+        self._evacuation += 1
+        return self._say(Evacuate(self._evacuation))
+
+    def reopen(self) -> bool:
+        """Order the engine to accept requests again; return at once, as `evacuate`."""
+        self.is_evacuating = False
+        return self._say(Reopen())
+
+    @property
+    def is_evacuated(self) -> bool:
+        """Whether the engine has no request left since `evacuate`."""
+        return self.is_evacuating and self._evacuated == self._evacuation
+
+    def record_evacuated(self, number: int) -> None:
+        """Record the engine's report that an order to evacuate is carried out."""
+        self._evacuated = number
+
     def probe(self) -> None:
         """Make an idle engine run a step, so that a hung device is noticed; return at once."""
         self._say(Probe())
@@ -278,6 +308,8 @@ def _hear(handle: EngineHandle, reports: _Reports) -> list[EngineReport]:
     for report in said:
         if report.role is not None:
             handle.role = report.role
+        if report.evacuated is not None:
+            handle.record_evacuated(report.evacuated)
         if report.failed is not None:
             handle.failure = EngineDeadError(report.failed)
     return said

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from cluster.config.schema import (
+    AdminConfig,
     AdmissionConfig,
     ClusterArgs,
     IngressConfig,
@@ -72,6 +73,7 @@ SECTIONS = (
         frozenset({"fault_epoch_unix_s"}),
     ),
     Section("args.ingress", IngressConfig, "Each ingress."),
+    Section("args.admin", AdminConfig, "The admin server."),
     Section(
         "entries of args.ingress.api_keys",
         KeyTenant,

@@ -14,6 +14,7 @@ from cluster.config.schema import (
     LARGEST_BODY_BYTES,
     MAX_TENANT_CHARS,
     NODE_HOST,
+    AdminConfig,
     AdmissionConfig,
     ClusterArgs,
     IngressConfig,
@@ -41,6 +42,7 @@ _MIN_RESOURCE = 0.0001
 # The empty name stands for requests without the header.
 _TENANT_NAME = re.compile(rf"[!-~](?:[ -~]{{0,{MAX_TENANT_CHARS - 2}}}[!-~])?|")
 _MIN_WEIGHT = 1e-3
+_LARGEST_PORT = 65535
 _HOST = re.compile(r"[a-z0-9_.-]+|\[[0-9a-f:.]+\]")
 _ORIGIN = re.compile(r"https?://[A-Za-z0-9.\-\[\]:]+")
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
@@ -58,6 +60,8 @@ def check_args(args: ClusterArgs) -> None:
         _check_gang_counts(args, role, pool)
         _check_resources(f"args.pools.{role}", pool.resources)
     _check_resources("args.ingress", args.ingress.resources)
+    if args.admin is not None:
+        _check_admin(args.admin)
     if args.model != DEMO_MODEL:
         _check_absolute("args.model", args.model, f", or {DEMO_MODEL!r}")
     _check_data_host(args.data_host)
@@ -211,6 +215,26 @@ def _check_ingress(ingress: IngressConfig) -> None:
     for name in ("stream_keep_alive_s", "response_store_age_s", "request_timeout_s"):
         if not 0 < getattr(ingress, name) < math.inf:
             raise ClusterConfigError(f"args.ingress.{name} must be more than 0 and finite")
+
+
+def _check_admin(admin: AdminConfig) -> None:
+    for name in ("api_keys", "certificate"):
+        path = getattr(admin, name)
+        if path is not None:
+            _check_absolute(f"args.admin.{name}", path)
+    if not 0 < admin.port <= _LARGEST_PORT:
+        raise ClusterConfigError(
+            f"args.admin.port must be between 1 and {_LARGEST_PORT}, got {admin.port}"
+        )
+    try:
+        is_local = ip_address(admin.host).is_loopback
+    except ValueError as error:
+        raise ClusterConfigError(f"args.admin.host must be an IP address: {error}") from error
+    if not is_local and admin.api_keys is None:
+        raise ClusterConfigError(
+            f"args.admin.host {admin.host} is not a loopback address, and any host that reaches it "
+            "could pause the cluster: set args.admin.api_keys, or leave host out"
+        )
 
 
 def _check_router(router: RouterConfig, *, has_keys: bool) -> None:

@@ -24,6 +24,7 @@ from cluster.config.checks import (
 from cluster.config.schema import (
     DEMO_MODEL,
     LEAST_ONGOING_REQUESTS,
+    AdminConfig,
     ClusterArgs,
     IngressConfig,
     PoolConfig,
@@ -67,6 +68,7 @@ class ClusterConfig:
         engines: Engine configuration of each pool, without the values that `replica_engine` adds.
         router: Queueing and placement of requests.
         ingress: The HTTP edge; its `max_ongoing_requests` is a number.
+        admin: The admin server; None: there is none.
         fault_plan: Faults to inject, by replica.
         fault_epoch_unix_s: Unix time at which the plan starts.
     """
@@ -83,6 +85,7 @@ class ClusterConfig:
     engines: Mapping[Role, EngineConfig]
     router: RouterConfig
     ingress: IngressConfig
+    admin: AdminConfig | None
     fault_plan: FaultPlan
     fault_epoch_unix_s: float
 
@@ -158,6 +161,7 @@ def resolve(raw: Any) -> ClusterConfig:  # noqa: ANN401 - any YAML value
         engines=MappingProxyType(engines),
         router=args.router,
         ingress=_ingress_config(args, engines),
+        admin=args.admin,
         fault_plan=_fault_plan(args, engines),
         fault_epoch_unix_s=args.fault_epoch_unix_s,
     )

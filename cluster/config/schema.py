@@ -160,7 +160,8 @@ class KeyTenant(TenantLimits, frozen=True, kw_only=True, forbid_unknown_fields=T
     Attributes:
         keys: Its API keys as `ttserve keys new` prints them: "sha256:" and 64 hexadecimal digits.
             Several keys let a client change to a new one before the old one is removed.
-        admin: Whether its keys open the operations routes, such as /pause and /debug/slots.
+        admin: Whether its keys open the operations routes, such as /debug/slots, and those of the
+            admin server.
         models: Models and adapters that it may use, by their names in requests; null allows all.
             Others do not exist for it (404).
     """
@@ -294,6 +295,25 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     allowed_hosts: list[str] | None = None
 
 
+class AdminConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The admin server, see docs/admin.md. It runs on the head node of the Ray cluster.
+
+    Attributes:
+        host: IP address that it listens on. Other than a loopback address it needs `api_keys`.
+        port: TCP port that it listens on.
+        api_keys: Absolute path of the file of API keys on the head node, in the form of
+            `ingress.api_keys`. Requests need the key of a tenant with `admin: true`. A change of
+            the file acts within seconds. None: no keys.
+        certificate: Absolute path of a PEM file with a certificate, its chain and its private key.
+            With it the server speaks TLS alone; None: plain HTTP.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8002
+    api_keys: str | None = None
+    certificate: str | None = None
+
+
 class ClusterArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The `args` of the application.
 
@@ -327,6 +347,7 @@ class ClusterArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         engine: Settings of every engine; a pool's `engine` overrides them.
         router: Queueing and placement of requests.
         ingress: The HTTP edge.
+        admin: The admin server; None starts none.
         faults: Entries of a fault plan, see docs/fault-plans.md. Only for pools whose engines run
             on a simulated mesh.
         fault_epoch_unix_s: Unix time at which the plan starts; `cluster.lifecycle.application.bind`
@@ -347,6 +368,7 @@ class ClusterArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     engine: dict[str, Any] = {}
     router: RouterConfig = RouterConfig()
     ingress: IngressConfig = IngressConfig()
+    admin: AdminConfig | None = None
     faults: list[Any] = []
     fault_epoch_unix_s: float = 0.0
 

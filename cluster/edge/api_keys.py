@@ -150,7 +150,7 @@ def _check_depth(text: str) -> None:
 
 def read_keys(path: str) -> dict[bytes, Tenant]:
     """Read a file of keys that no other user can change; the rest as `parse_keys`."""
-    where = f"args.ingress.api_keys: {path}"
+    where = f"file of API keys {path}"
     try:
         with Path(path).open(encoding="utf-8") as file:
             # Check the open file: the path could lead to another one by now.

@@ -1,6 +1,6 @@
 """The audit log: one line for each call of a route that changes something in the cluster.
 
-A line has no body, key or prompt.
+A line has no key, and of the body only checked values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ _MAX_QUERY_CHARS = 256
 
 def mark(scope: MutableMapping[str, Any]) -> None:
     """Have a request logged when it is answered."""
-    scope[_SCOPE_KEY] = True
+    scope[_SCOPE_KEY] = {}
+
+
+def add_detail(scope: MutableMapping[str, Any], name: str, value: str) -> None:
+    """Add a checked value of the body to the line of a marked request."""
+    scope[_SCOPE_KEY][name] = value
 
 
 def record(scope: MutableMapping[str, Any], status: int) -> None:
@@ -38,6 +43,7 @@ def record(scope: MutableMapping[str, Any], status: int) -> None:
         "source": (scope.get("client") or ("",))[0],
         "request_id": scope["request_id"],
         "call": f"{scope['method']} {scope['path']}" + (f"?{query}" if query else ""),
+        **scope[_SCOPE_KEY],
         "status": status,
     }
     # A warning, because it is shown without any configuration of logging.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from cluster.edge.resume import StreamPosition
     from cluster.edge.slots import SlotsView
     from cluster.edge.transfers import TransfersView
-    from replicas.messages import EngineRequest, PauseMode
+    from replicas.messages import EngineRequest
     from replicas.tokenizer import Tokenizer
 
 
@@ -67,23 +67,6 @@ class Backend(Protocol):
 
     async def slots(self) -> SlotsView:
         """Return all slots, with the requests of all ingresses."""
-
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> dict[str, bool]:
-        """Pause all engines; return for each replica whether nothing runs there.
-
-        Args:
-            mode: What becomes of running requests.
-            clear_cache: Whether to forget cached blocks then.
-        """
-
-    async def resume(self) -> dict[str, bool]:
-        """End the pause of all engines; return for each replica whether it has answered."""
-
-    async def is_paused(self) -> dict[str, bool]:
-        """Return for each replica whether it is known to be paused."""
-
-    async def reset_prefix_cache(self, *, reset_running_requests: bool) -> dict[str, bool]:
-        """Forget cached blocks; return for each replica whether no request keeps KV from before."""
 
     async def routes(self, request_id: str) -> bytes | None:
         """Return the routes of the requests with a client's id: a `RoutesView` as JSON.

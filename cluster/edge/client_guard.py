@@ -39,7 +39,6 @@ from cluster.config.environment import process_environment
 from cluster.config.front import HAPROXY_VARIABLE, is_loopback
 from cluster.config.ray_auth import front_proof
 from cluster.config.schema import LARGEST_BODY_BYTES, IngressConfig
-from cluster.edge import audit
 from cluster.edge.answers import error_response
 from cluster.edge.api_keys import shared_keys
 from cluster.edge.boundary import with_boundary, without_root
@@ -54,7 +53,7 @@ from cluster.edge.headers import (
     SOURCE_HEADER,
 )
 from cluster.edge.interrupt import Interrupt
-from cluster.edge.route_table import is_audited, is_open
+from cluster.edge.route_table import is_open
 from cluster.edge.sse import ClientGoneError, wait_for_disconnect
 from cluster.edge.tenants import set_tenant
 from cluster.errors import (
@@ -238,9 +237,6 @@ class ClientGuard:
             return
         finally:
             exchange.close()
-        is_operators = headers.get(LISTENER_HEADER.encode()) == OPERATIONS.encode()
-        if is_operators and is_audited(scope["method"], scope["path"]):
-            audit.mark(scope)
         scope[_REFUSAL_KEY] = error
         await self._refuse(scope, receive, exchange.draining_send(error))
 

@@ -94,7 +94,8 @@ class RequestGate:
             if tenant is NO_TENANT:
                 tenant = self._api_keys.authenticate(scope["headers"])
                 set_tenant(scope, tenant)
-            tenant.check_access(route)
+            if route.access == "admin":
+                tenant.check_admin(route.path)
 
     def count_open(self, route: RouteSpec) -> AbstractContextManager[None]:
         """Count a request while it is open, if its route is counted.
@@ -150,13 +151,19 @@ class RequestGate:
         if host is None or (allowed is None and not is_loopback):
             return
         name = _name_of(host)
-        if name in LOOPBACK_NAMES or name in (allowed or ()):
+        if has_loopback_name(headers) or name in (allowed or ()):
             return
         if is_loopback or not _is_address(name):
             raise MisdirectedError(
                 f"the Host header {host!r} is not allowed; to serve it, add it to "
                 "args.ingress.allowed_hosts"
             )
+
+
+def has_loopback_name(headers: Headers) -> bool:
+    """Return whether a request has been sent to a loopback name, or has no `Host` header."""
+    host = headers.get("host")
+    return host is None or _name_of(host) in LOOPBACK_NAMES
 
 
 def _name_of(host: str) -> str:

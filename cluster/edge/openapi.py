@@ -23,7 +23,6 @@ from cluster.edge.openapi_schemas import SCHEMAS, ref, view_schemas
 from cluster.edge.responses.input_items import MAX_LIMIT
 from cluster.edge.resume import LAST_EVENT_ID
 from cluster.edge.route_table import ROUTES
-from replicas.messages import PAUSE_MODES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +53,6 @@ class Operation:
         query: Parameters of the query.
         statuses: Names of the schemas of further answers, by status.
         errors: Statuses of its own errors, besides those of all routes of its kind.
-        is_order: Whether it is an order without fields, which needs the content type of a body.
     """
 
     summary: str
@@ -67,7 +65,6 @@ class Operation:
     query: dict[str, JsonSchema] = field(default_factory=dict)
     statuses: dict[int, str] = field(default_factory=dict)
     errors: tuple[int, ...] = ()
-    is_order: bool = False
 
 
 def _generates(api: type[Api]) -> Operation:
@@ -82,11 +79,6 @@ def _generates(api: type[Api]) -> Operation:
         error=api.error_schema,
         errors=(404, 503, *conflicts, *api.more_statuses),
     )
-
-
-def _orders(summary: str, **query: JsonSchema) -> Operation:
-    statuses = {503: "Order"}
-    return Operation(summary, "Order", query=query, statuses=statuses, errors=(415,), is_order=True)
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -154,10 +146,6 @@ OPERATIONS: dict[str, Operation] = {
     "slots": Operation(
         "Show all slots, and the requests of all ingresses that use them", "SlotsView"
     ),
-    "pause": _orders("Pause all engines", mode={"enum": [*PAUSE_MODES]}, clear_cache=_FLAG),
-    "resume": _orders("End the pause of all engines"),
-    "is_paused": Operation("Tell whether all engines are paused", "Paused"),
-    "reset_prefix_cache": _orders("Forget cached blocks", reset_running_requests=_FLAG),
     "route": Operation(
         "Show the routes of the requests with an id", "RoutesView", errors=(404, 429)
     ),
@@ -303,8 +291,6 @@ def _operation(spec: RouteSpec, operation: Operation, *, has_keys: bool) -> dict
     if operation.fields is not None:
         content = {_JSON: {"schema": ref(operation.fields.name)}}
         described["requestBody"] = {"required": True, "content": content}
-    elif operation.is_order:
-        described["requestBody"] = {"content": {_JSON: {"schema": {"type": "object"}}}}
     if has_keys and spec.access != "open":
         described["security"] = [{"bearer": []}, {"key": []}]
     return described

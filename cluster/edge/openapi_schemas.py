@@ -264,8 +264,6 @@ SCHEMAS: dict[str, JsonSchema] = {
     "Health": _object({"status": _STRING}, {"reason": _STRING, "silent": _array(_STRING)}),
     "Load": _object({"server_load": _INTEGER}),
     "Version": _object({"version": _STRING}),
-    "Order": _object({"status": _STRING}, {"replicas": _array(_STRING)}),
-    "Paused": _object({"is_paused": _BOOLEAN}),
 }
 """Schemas by name."""
 

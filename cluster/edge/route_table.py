@@ -7,10 +7,7 @@ generated from the same table (`cluster.lifecycle.haproxy`), so the two cannot d
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from typing import Literal
 
 Listener = Literal["both", "operations"]
 Method = Literal["GET", "POST", "DELETE"]
@@ -47,19 +44,14 @@ class RouteSpec:
     is_readiness: bool = False
     access: Access = "key"
 
-    @property
-    def is_audited(self) -> bool:
-        """Whether its requests change something in the cluster, and are logged."""
-        return self.access == "admin" and self.method == "POST"
-
 
 def _post(name: str, path: str) -> RouteSpec:
     """Return a route that computes an answer; what it may store dies with its ingress."""
     return RouteSpec(name, path, "POST", is_counted=True, is_repeatable=True)
 
 
-def _operations(name: str, path: str, method: Method = "GET") -> RouteSpec:
-    return RouteSpec(name, path, method, listener="operations", access="admin")
+def _operations(name: str, path: str) -> RouteSpec:
+    return RouteSpec(name, path, listener="operations", access="admin")
 
 
 ROUTES = (
@@ -97,10 +89,6 @@ ROUTES = (
     RouteSpec("metrics", "/metrics", listener="operations"),
     _operations("kv", "/kv"),
     _operations("slots", "/debug/slots"),
-    _operations("pause", "/pause", "POST"),
-    _operations("resume", "/resume", "POST"),
-    _operations("is_paused", "/is_paused"),
-    _operations("reset_prefix_cache", "/reset_prefix_cache", "POST"),
     _operations("route", "/debug/routes/{request_id:path}"),
 )
 
@@ -108,21 +96,11 @@ KNOWN_METHODS = tuple(sorted({*SAFE_METHODS, *(spec.method for spec in ROUTES)})
 """HAProxy refuses all other methods."""
 
 _OPEN_CALLS = {(spec.method, spec.path) for spec in ROUTES if spec.access == "open"}
-_AUDITED_CALLS = {(spec.method, spec.path) for spec in ROUTES if spec.is_audited}
 
 
 def is_open(method: str, path: str) -> bool:
     """Return whether a path, perhaps below a root path, ends as that of a route without keys."""
-    return _ends_as(_OPEN_CALLS, method, path)
-
-
-def is_audited(method: str, path: str) -> bool:
-    """Return whether a path, perhaps below a root path, ends as that of a route that is logged."""
-    return _ends_as(_AUDITED_CALLS, method, path)
-
-
-def _ends_as(calls: Iterable[tuple[str, str]], method: str, path: str) -> bool:
-    return any(method == of_route and path.endswith(end) for of_route, end in calls)
+    return any(method == of_route and path.endswith(end) for of_route, end in _OPEN_CALLS)
 
 
 REPEATABLE_PATHS = tuple(spec.path for spec in ROUTES if spec.is_repeatable)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.applications import Starlette
@@ -21,7 +21,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cluster.config.schema import LEAST_ONGOING_REQUESTS
-from cluster.edge import audit
 from cluster.edge.answers import json_response
 from cluster.edge.anthropic.fields import COUNT_TOKENS_FIELDS
 from cluster.edge.anthropic.requests import parse_count_tokens
@@ -31,12 +30,7 @@ from cluster.edge.departure import Departure
 from cluster.edge.documentation import documented
 from cluster.edge.fair_scheduler import Priority
 from cluster.edge.field_names import naming_fields
-from cluster.edge.fields import (
-    bad_field,
-    shown,
-)
 from cluster.edge.gate import RequestGate
-from cluster.edge.headers import require_json
 from cluster.edge.json_bodies import read_json_body
 from cluster.edge.openai_fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from cluster.edge.openai_limits import BodyLimits
@@ -49,7 +43,6 @@ from cluster.edge.openai_requests import (
 )
 from cluster.edge.openai_responses import model_body
 from cluster.edge.pipeline import Pipeline, with_history
-from cluster.edge.queries import flag
 from cluster.edge.quota_service import TenantQuotas
 from cluster.edge.responses.api import ResponsesApi
 from cluster.edge.responses.archive import response_archive
@@ -58,10 +51,9 @@ from cluster.edge.stored_responses import StoredResponses
 from cluster.edge.tenants import NO_TENANT, tenant_of
 from cluster.edge.text_jobs import TextJobs
 from cluster.errors import NotFoundError
-from replicas.messages import PAUSE_MODES
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from typing import Any
 
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -73,7 +65,6 @@ if TYPE_CHECKING:
     from cluster.edge.openai import ModelCard
     from cluster.edge.responses.archive import ResponseArchive
     from cluster.edge.route_table import RouteSpec
-    from replicas.messages import PauseMode
 
     Handler = Callable[[Request], Awaitable[Response]]
 
@@ -146,10 +137,6 @@ def create_app(  # noqa: PLR0913 - each part may be shared with the ingress
         "metrics": routes.metrics,
         "kv": routes.kv,
         "slots": routes.slots,
-        "pause": routes.pause,
-        "resume": routes.resume,
-        "is_paused": routes.is_paused,
-        "reset_prefix_cache": routes.reset_prefix_cache,
         "route": routes.route,
         "version": routes.version,
     }
@@ -225,8 +212,6 @@ class _GatedHandler:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
         self._gate.check(self._spec, request.headers)
-        if self._spec.is_audited:
-            audit.mark(scope)
         self._gate.identify(self._spec, scope, request.headers)
         with self._gate.count_open(self._spec):
             tenant = tenant_of(scope) if self._spec.is_counted else NO_TENANT
@@ -332,31 +317,6 @@ class _RouteHandlers:
         del request
         return json_response(msgspec.to_builtins(await self._backend.slots()))
 
-    async def pause(self, request: Request) -> Response:
-        """Pause all engines. Source of these four: vLLM's routes of the same names."""
-        require_json(request.headers)
-        mode = request.query_params.get("mode", "abort")
-        if mode not in PAUSE_MODES:
-            raise bad_field("mode", f"must be one of {', '.join(PAUSE_MODES)}; got {shown(mode)}")
-        clear_cache = flag(request.query_params, "clear_cache", default=True)
-        done = await self._backend.pause(cast("PauseMode", mode), clear_cache=clear_cache)
-        return _all_done("paused", done)
-
-    async def resume(self, request: Request) -> Response:
-        require_json(request.headers)
-        return _all_done("resumed", await self._backend.resume())
-
-    async def is_paused(self, request: Request) -> Response:
-        del request
-        paused = await self._backend.is_paused()
-        return json_response({"is_paused": bool(paused) and all(paused.values())})
-
-    async def reset_prefix_cache(self, request: Request) -> Response:
-        require_json(request.headers)
-        running = flag(request.query_params, "reset_running_requests", default=False)
-        done = await self._backend.reset_prefix_cache(reset_running_requests=running)
-        return _all_done("reset", done)
-
     async def route(self, request: Request) -> Response:
         request_id = request.path_params["request_id"]
         found = await self._backend.routes(request_id)
@@ -371,11 +331,3 @@ class _RouteHandlers:
     async def _read_body(self, request: Request, table: FieldTable) -> dict[str, Any]:
         limits = BodyLimits.of_models(self._backend.models(), self._backend.tokenizer)
         return await read_json_body(request, table, limits, self._ingress)
-
-
-def _all_done(status: str, done: Mapping[str, bool]) -> Response:
-    """Return the answer to an order to all replicas: 503 with the names of those that failed."""
-    left = [replica for replica, is_done in done.items() if not is_done]
-    if done and not left:
-        return json_response({"status": status})
-    return json_response({"status": f"not {status}", "replicas": left}, 503)

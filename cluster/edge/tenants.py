@@ -15,8 +15,6 @@ from cluster.errors import PermissionDeniedError
 if TYPE_CHECKING:
     from collections.abc import MutableMapping, Sequence
 
-    from cluster.edge.route_table import RouteSpec
-
 _SCOPE_KEY = "ttserve.tenant"
 
 
@@ -78,15 +76,15 @@ class Tenant:
         priority = priority if low is None else max(priority, low)
         return priority if high is None else min(priority, high)
 
-    def check_access(self, route: RouteSpec) -> None:
-        """Refuse a route that only admins may use.
+    def check_admin(self, path: str) -> None:
+        """Refuse a path that only admins may use.
 
         Raises:
             PermissionDeniedError: The tenant is not an admin.
         """
-        if route.access == "admin" and not self.is_admin:
+        if not self.is_admin:
             raise PermissionDeniedError(
-                f"{route.path} needs the key of a tenant with admin: true in the file of API keys"
+                f"{path} needs the key of a tenant with admin: true in the file of API keys"
             )
 
     def share(self, source: str) -> tuple[str, float]:

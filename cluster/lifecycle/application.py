@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from cluster.lifecycle.admin import admin_deployment
 from cluster.lifecycle.deployments import ingress_deployment, pool_deployment
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ def bind(args: Mapping[str, Any], config: ClusterConfig) -> Application:
         config: The resolved configuration.
 
     Returns:
-        The ingress bound to one deployment per pool, each named after its first role.
+        The ingress bound to one deployment per pool, each named after its first role, and to the
+        admin server if one is configured.
 
     Raises:
         FaultPlanError: The fault plan has entries that only the simulator can act on.
@@ -39,4 +41,8 @@ def bind(args: Mapping[str, Any], config: ClusterConfig) -> Application:
         # Set here and not in a replica: a restarted replica must not repeat its faults.
         plain["fault_epoch_unix_s"] = time.time()
     pools = {role: pool_deployment(config, role).bind(plain, role) for role in config.pools}
+    if config.admin is not None:
+        return ingress_deployment(config).bind(
+            plain, admin_deployment().bind(plain, **pools), **pools
+        )
     return ingress_deployment(config).bind(plain, **pools)

@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 INGRESS = "ingress"
 """Name of the ingress deployment; a pool's deployment is named after its role."""
 
-_deployment = partial(
+bounded_deployment = partial(
     serve.deployment,
     health_check_period_s=1.0,
     health_check_timeout_s=10.0,
@@ -155,7 +155,11 @@ class PoolReplica:
         """Return the engine's `RoleStatus` as plain values."""
         engine = self._engine
         now = msgspec.structs.replace(
-            self._role_status, role=engine.role, next_role=engine.next_role
+            self._role_status,
+            role=engine.role,
+            next_role=engine.next_role,
+            is_draining=engine.is_evacuating,
+            is_drained=engine.is_evacuated,
         )
         role_status: dict[str, Any] = msgspec.to_builtins(now)
         return role_status
@@ -164,6 +168,11 @@ class PoolReplica:
         """Change the engine's role to prefill or decode, if `replica` names this replica."""
         if replica == self._role_status.replica:
             self._engine.change_role(role)
+
+    async def set_draining(self, replica: str, is_draining: bool) -> None:
+        """Drain the engine until it is undrained, or end that, if `replica` names this replica."""
+        if replica == self._role_status.replica:
+            self._engine.evacuate() if is_draining else self._engine.reopen()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return this replica's report for the application's autoscaling policy."""
@@ -222,6 +231,8 @@ class IngressReplica:
 
     Args:
         args: The application's `args`.
+        admin: Handle of the admin deployment, if there is one. It is not called: Serve makes the
+            deployments of an application that the first one is bound to.
         **pools: Handle of each pool's deployment, by role.
 
     Raises:
@@ -229,7 +240,13 @@ class IngressReplica:
         UnsafeFileError: Another user of this host could have Ray's token.
     """
 
-    def __init__(self, args: Mapping[str, Any], **pools: DeploymentHandle[Any]) -> None:
+    def __init__(
+        self,
+        args: Mapping[str, Any],
+        admin: DeploymentHandle[Any] | None = None,
+        **pools: DeploymentHandle[Any],
+    ) -> None:
+        del admin
         suppress_logging_errors()
         guard_replica_port()
         self._config = resolve(args)
@@ -494,7 +511,7 @@ def pool_deployment(config: ClusterConfig, role: Role) -> Deployment:
         placement["placement_group_strategy"] = "STRICT_PACK"
     if pool.gang_size > 1:
         placement["gang_scheduling_config"] = GangSchedulingConfig(gang_size=pool.gang_size)
-    return _deployment(
+    return bounded_deployment(
         name=role,
         **_scale(pool.replicas, pool.max_replicas),
         ray_actor_options={"num_cpus": pool.num_cpus, "resources": resources},
@@ -549,7 +566,7 @@ def _shutdown_timeout_s(config: ClusterConfig, role: Role) -> float:
 
 def ingress_deployment(config: ClusterConfig) -> Deployment:
     """Return the deployment of the HTTP edge."""
-    return _deployment(
+    return bounded_deployment(
         name=INGRESS,
         **_scale(
             config.ingress.replicas,

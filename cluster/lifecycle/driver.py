@@ -38,6 +38,8 @@ from cluster.lifecycle.supervisor import ServeOptions, say
 if TYPE_CHECKING:
     from ray.serve.schema import ApplicationStatusOverview
 
+    from cluster.config.resolve import ClusterConfig
+    from cluster.config.schema import AdminConfig
     from cluster.config.serve_file import ServeFile
 
 OBJECT_STORE_BYTES = 100 * 2**20
@@ -81,7 +83,7 @@ def main() -> int:
         try:
             _deploy(file, application)
             if _wait_until_running(file, front, stop):
-                _announce(file, config.served_model_name, front, options.has_haproxy)
+                _announce(file, config, front, options.has_haproxy)
                 stop.wait()
             return 0
         except DeploymentFailedError as error:
@@ -224,7 +226,10 @@ def _is_healthy(url: str) -> bool:
         return False
 
 
-def _announce(file: ServeFile, model: str, front: FrontSettings, has_haproxy: bool) -> None:
+def _announce(
+    file: ServeFile, config: ClusterConfig, front: FrontSettings, has_haproxy: bool
+) -> None:
+    model = config.served_model_name
     url = operations = front.public_url(file.url)
     if has_haproxy:
         operations = f"http://{front.operations_address(file.http_options.port)}"
@@ -235,8 +240,17 @@ def _announce(file: ServeFile, model: str, front: FrontSettings, has_haproxy: bo
         f"\nReady: {url}/v1 serves the model {model!r}. Try:\n\n"
         f"  curl -N {url}/v1/completions -H 'Content-Type: application/json' \\\n"
         f"    -d '{body}'\n\n"
-        f"For operators: {operations}/metrics, /kv, /debug/slots.\n\nCtrl-C stops everything."
+        f"For operators: {operations}/metrics, /kv, /debug/slots.\n"
+        f"{_admin_line(config.admin)}\nCtrl-C stops everything."
     )
+
+
+def _admin_line(admin: AdminConfig | None) -> str:
+    if admin is None:
+        return ""
+    scheme = "http" if admin.certificate is None else "https"
+    host = f"[{admin.host}]" if ":" in admin.host else admin.host
+    return f"To change the cluster: {scheme}://{host}:{admin.port}/replicas (docs/admin.md).\n"
 
 
 def _stop_serve(name: str) -> None:

@@ -13,37 +13,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
-import msgspec
 import ray
 from ray import serve
 
+from cluster.lifecycle.pool_handles import ServeReplicas
 from cluster.lifecycle.ray_nodes import check_reach
-from cluster.scaling.flip import FlipError, RoleStatus, check_flip
+from cluster.scaling.flip import FlipError, check_flip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ray.serve.handle import DeploymentHandle
-
+    from cluster.scaling.flip import Replicas
     from replicas.config import Role
 
 _POLL_S = 1.0
-_ANSWER_S = 5.0
 _POOLS = frozenset({"prefill", "decode", "both"})
-
-
-class Replicas(Protocol):
-    """The replicas of an application, whose roles can be read and changed."""
-
-    def role_statuses(self) -> list[RoleStatus]:
-        """Return the role status of each replica that answers."""
-        ...
-
-    def change_role(self, replica: str, role: Role) -> None:
-        """Ask the named replica to change its role."""
-        ...
 
 
 class FlipTimeoutError(FlipError):
@@ -88,29 +74,6 @@ def flip(
         time.sleep(_POLL_S)
 
 
-class ServeReplicas:
-    """The pool replicas of a Serve application, reached through their deployments' handles.
-
-    Args:
-        handles: Handle of each pool's deployment, by the pool's name.
-    """
-
-    def __init__(self, handles: dict[str, DeploymentHandle[Any]]) -> None:
-        self._handles = handles
-
-    def role_statuses(self) -> list[RoleStatus]:
-        """See `Replicas`."""
-        answers = [
-            answer for handle in self._handles.values() for answer in _ask(handle, "role_status")
-        ]
-        return [msgspec.convert(answer, RoleStatus) for answer in answers]
-
-    def change_role(self, replica: str, role: Role) -> None:
-        """See `Replicas`. Asks every replica; only the named one changes."""
-        for handle in self._handles.values():
-            _ask(handle, "change_role", replica, role)
-
-
 @contextlib.contextmanager
 def serve_replicas(address: str) -> Iterator[ServeReplicas]:
     """Connect to Ray and yield the pool replicas that Serve runs.
@@ -136,14 +99,3 @@ def serve_replicas(address: str) -> Iterator[ServeReplicas]:
         yield ServeReplicas(handles)
     finally:
         ray.shutdown()
-
-
-def _ask(handle: DeploymentHandle[Any], method: str, *args: str) -> list[Any]:
-    """Return the answers of a pool's replicas, without those that start, die or hang."""
-    try:
-        answers = handle.broadcast(method, *args).results(
-            timeout_s=_ANSWER_S, return_exceptions=True
-        )
-    except TimeoutError:
-        return []
-    return [answer for answer in answers if not isinstance(answer, BaseException)]

@@ -60,6 +60,7 @@ _TCP: frozenset[Family] = frozenset({"tcp"})
 _HAPROXY = re.compile(r"^(\S*/)?haproxy ")
 _FORK_SERVER = re.compile(r"multiprocessing\.forkserver")
 _HTTP_OF_SERVE = re.compile(r"^ray::(ServeReplica:\S*:ingress|ProxyActor)\b")
+_ADMIN = re.compile(r"^ray::ServeReplica:\S*:admin\b")
 _ENGINE = re.compile(r"replicas\.(engine_process\.process|simulation\.faulty_process)")
 
 KNOWN_SOCKETS = (
@@ -104,6 +105,13 @@ KNOWN_SOCKETS = (
         _TCP,
         "`http_options.host`: an ingress's own port (30000 and up), Serve's Python proxy (8500)",
         "any client that reaches the address, past HAProxy's limits: close it by firewall",
+    ),
+    KnownSocket(
+        "admin",
+        _ADMIN,
+        _TCP,
+        "`args.admin.host`, on the head's host; only if configured",
+        "with `args.admin.api_keys`, any client with the key of an admin; without, this host",
     ),
     KnownSocket(
         "ray",
@@ -187,7 +195,7 @@ def _is_of_cluster(command: str) -> bool:
 def _is_kind(known: KnownSocket, socket: Socket) -> bool:
     if socket.family not in known.families or not known.process.search(socket.command):
         return False
-    return known.name != "http-behind" or not _may_be_grpc(socket)
+    return known.name not in {"http-behind", "admin"} or not _may_be_grpc(socket)
 
 
 def _may_be_grpc(socket: Socket) -> bool:
@@ -200,15 +208,25 @@ def _may_be_grpc(socket: Socket) -> bool:
     return host.startswith("[") and is_grpc_port
 
 
+_FROM_OTHER_HOSTS: dict[str, tuple[Level, str]] = {
+    "http": ("note", "other hosts can reach it without an API key; put a gateway before it"),
+    "http-behind": (
+        "note",
+        "other hosts can bypass HAProxy's limits here; close it with a firewall",
+    ),
+    "admin": ("ok", "other hosts can reach it, with the key of an admin"),
+}
+"""Findings on sockets that other hosts can reach, by the socket's name."""
+
+
 def _verdict(known: KnownSocket, socket: Socket) -> tuple[Level, str]:
     if socket.is_local:
         return "ok", "this host only"
-    if known.name == "http":
-        return "note", "other hosts can reach it without an API key; put a gateway before it"
-    if known.name == "http-behind":
-        return "note", "other hosts can bypass HAProxy's limits here; close it with a firewall"
     if known.name != "ray":
-        return "note", "other hosts can reach it; expected if data_host is set to its address"
+        return _FROM_OTHER_HOSTS.get(
+            known.name,
+            ("note", "other hosts can reach it; expected if data_host is set to its address"),
+        )
     if socket.has_token:
         return "ok", "other hosts can reach it, with Ray's token"
     return "missing", "other hosts can reach it without a token"

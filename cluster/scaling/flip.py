@@ -1,12 +1,13 @@
-"""Decides whether an engine may change its role now, prefill to decode or back. Pure.
+"""Decides whether an engine may change its role now, or be drained by an operator. Pure.
 
-An engine that changes its role takes no requests until those of its old role have ended or moved.
-Until then another engine has to have that role, and must not be about to leave it.
+An engine that changes its role, prefill to decode or back, takes no requests until those of its old
+role have ended or moved; a drained one takes none until it is undrained. Meanwhile another engine
+has to have that role, and must not be about to leave it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -30,6 +31,10 @@ class FixedRoleError(FlipError):
     """The configuration fixes the engine's role."""
 
 
+class BusyReplicaError(FlipError):
+    """Another change of the replica is under way."""
+
+
 class LastOfRoleError(FlipError):
     """No other engine would have its role."""
 
@@ -44,6 +49,8 @@ class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
         has_connector: Whether it has a KV connector.
         in_gang: Whether it is a rank of a gang.
         is_scaled: Whether autoscaling controls its pool's number of replicas.
+        is_draining: Whether an operator drains it.
+        is_drained: Whether it has no request left since then.
     """
 
     replica: str
@@ -52,11 +59,32 @@ class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
     has_connector: bool = True
     in_gang: bool = False
     is_scaled: bool = False
+    is_draining: bool = False
+    is_drained: bool = False
 
     @property
     def keeps(self) -> Role | None:
-        """Its role; None during a change."""
-        return self.role if self.role == self.next_role else None
+        """Its role; None during a change, and while it is drained."""
+        return self.role if self.role == self.next_role and not self.is_draining else None
+
+
+class Replicas(Protocol):
+    """The replicas of an application, whose roles can be read and changed.
+
+    Calls block for a bounded time.
+    """
+
+    def role_statuses(self) -> list[RoleStatus]:
+        """Return the role status of each replica that answers."""
+        ...
+
+    def change_role(self, replica: str, role: Role) -> None:
+        """Ask the named replica to change its role."""
+        ...
+
+    def set_draining(self, replica: str, is_draining: bool) -> None:
+        """Ask the named replica to drain, or to take requests again."""
+        ...
 
 
 def other_role(role: Role) -> Role | None:
@@ -78,19 +106,67 @@ def check_flip(engines: Iterable[RoleStatus], replica: str, role: Role) -> None:
         FlipError: The change is refused; the subclass says why.
     """
     all_of_them = list(engines)
-    flipped = next((engine for engine in all_of_them if engine.replica == replica), None)
-    if flipped is None:
-        names = ", ".join(sorted(e.replica for e in all_of_them)) or "none"
-        raise UnknownReplicaError(f"no replica {replica!r} runs; running replicas: {names}")
+    flipped = find_replica(all_of_them, replica)
     if role == flipped.role:
         return
+    if flipped.is_draining:
+        raise BusyReplicaError(f"{replica} is drained by an operator: undrain it first")
     _check_can_change(flipped, role)
-    if not any(e.keeps == flipped.role for e in all_of_them if e is not flipped):
-        raise LastOfRoleError(
-            f"{replica} is the last engine with role {flipped.role}: without it no request "
-            f"could run; start another replica of pool {flipped.role}, or change the role of "
-            f"one that has role {role}, then try again"
+    _check_not_last(all_of_them, flipped, role)
+
+
+def check_drain(engines: Iterable[RoleStatus], replica: str) -> None:
+    """Check that an engine may be drained. One that is drained already may be.
+
+    Args:
+        engines: Every running engine, once.
+        replica: Name of the engine's replica.
+
+    Raises:
+        FlipError: It is refused; the subclass says why.
+    """
+    all_of_them = list(engines)
+    drained = find_replica(all_of_them, replica)
+    if drained.is_draining:
+        return
+    if drained.role != drained.next_role:
+        raise BusyReplicaError(f"{replica} is changing its role: wait for the end of that")
+    if drained.in_gang:
+        raise FixedRoleError(
+            f"{replica} is a rank of a gang, whose engines step together: pause its pool, or "
+            "change the `replicas` of the pool instead"
         )
+    _check_not_last(all_of_them, drained, other_role(drained.role))
+
+
+def find_replica(engines: Iterable[RoleStatus], replica: str) -> RoleStatus:
+    """Return the status of the named replica.
+
+    Raises:
+        UnknownReplicaError: There is none.
+    """
+    of_name = {engine.replica: engine for engine in engines}
+    if replica not in of_name:
+        names = ", ".join(sorted(of_name)) or "none"
+        raise UnknownReplicaError(f"no replica {replica!r} runs; running replicas: {names}")
+    return of_name[replica]
+
+
+def _check_not_last(engines: list[RoleStatus], engine: RoleStatus, other: Role | None) -> None:
+    """Refuse to take the last engine of a role out of it.
+
+    Args:
+        engines: Every running engine.
+        engine: The engine.
+        other: The role of engines that could take its place; None if there is none.
+    """
+    if any(e.keeps == engine.role for e in engines if e is not engine):
+        return
+    instead = "" if other is None else f", or change the role of one that has role {other}"
+    raise LastOfRoleError(
+        f"{engine.replica} is the last engine with role {engine.role}: without it no request "
+        f"could run; start another replica of pool {engine.role}{instead}, then try again"
+    )
 
 
 def _check_can_change(engine: RoleStatus, role: Role) -> None:

@@ -55,6 +55,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         failed: Why the engine has failed, as text.
         is_drained: The engine drains, has no request left and no block lent.
         role: The engine accepts requests in this role, after an order to change.
+        evacuated: Number of the `Evacuate` order after which no request and no lent block is left.
         beat: Progress of the core thread, see `Watchdog.count`.
         doing: With a beat of a stalled core: its present turn and remaining work, as text.
     """
@@ -66,6 +67,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     failed: str | None = None
     is_drained: bool = False
     role: Role | None = None
+    evacuated: int | None = None
     beat: int | None = None
     doing: str = ""
 
@@ -89,11 +91,25 @@ class ChangeRole(msgspec.Struct, frozen=True, tag="change_role"):
     role: Role
 
 
+class Evacuate(msgspec.Struct, frozen=True, tag="evacuate"):
+    """Order to hand over all requests and accept none until `Reopen`; reports when none is left.
+
+    Attributes:
+        number: Number of the order, which the report has.
+    """
+
+    number: int
+
+
+class Reopen(msgspec.Struct, frozen=True, tag="reopen"):
+    """Order to accept requests again after `Evacuate`."""
+
+
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
     """Order to run a step, even without a request; beats show whether it ends."""
 
 
-Order = Drain | HandOver | ChangeRole | Probe
+Order = Drain | HandOver | ChangeRole | Evacuate | Reopen | Probe
 """Orders of the parent to a ready engine, each a line of JSON on stdin."""
 
 

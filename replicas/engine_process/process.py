@@ -46,10 +46,12 @@ from replicas.engine_process.parent import (
     Drain,
     EngineArguments,
     EngineReport,
+    Evacuate,
     HandOver,
     Inbox,
     Order,
     Probe,
+    Reopen,
     Stop,
     TurnDue,
     Unreadable,
@@ -65,9 +67,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import IO
 
-    from replicas.config import EngineConfig, Role
+    from replicas.config import EngineConfig
     from replicas.engine.gang import GangExecutor
     from replicas.engine.hooks import EngineHooks
+    from replicas.engine.role_state import RoleState
     from replicas.engine_process.parent import Incoming
 
 logger = logging.getLogger(__name__)
@@ -96,7 +99,8 @@ class EngineProcess:
         inbox: Messages from the receiver, and orders.
         sender: Sends frames to clients.
         on_drained: Called once, when a draining engine has no request left.
-        on_role: Called with the role each time that the engine accepts requests again.
+        report: Called with a report of the role each time that the engine accepts requests again,
+            and with one of each `Evacuate` order that is carried out.
         gang: Executor of the engine's gang, if it is in one.
     """
 
@@ -106,7 +110,7 @@ class EngineProcess:
         inbox: Inbox,
         sender: Sender,
         on_drained: Callable[[], None] = lambda: None,
-        on_role: Callable[[Role], None] = lambda _role: None,
+        report: Callable[[EngineReport], None] = lambda _report: None,
         gang: GangExecutor | None = None,
     ) -> None:
         self._server = server
@@ -115,7 +119,9 @@ class EngineProcess:
         self._watchdog = server.core.watchdog
         self._config = server.core.config
         self._on_drained = on_drained
-        self._on_role = on_role
+        self._report = report
+        # Number of the order to evacuate that is not carried out yet.
+        self._evacuation: int | None = None
         self._gang = gang
         self._is_draining = False
         self._stopped = False
@@ -141,10 +147,13 @@ class EngineProcess:
                 self._send_frames()
             if core.role_state.epoch != epoch:
                 epoch = core.role_state.epoch
-                self._on_role(core.role_state.role)
+                self._report(EngineReport(role=core.role_state.role))
             if self._is_draining and self._server.is_drained:
                 self._is_draining = False
                 self._on_drained()
+            if self._evacuation is not None and self._server.is_drained:
+                number, self._evacuation = self._evacuation, None
+                self._report(EngineReport(evacuated=number))
 
     def _send_frames(self) -> None:
         timer = self._server.core.timer
@@ -189,19 +198,32 @@ class EngineProcess:
                 self._sender.forget(client)
             case Unreadable(request_id, problem):
                 self._server.take_unreadable(client, request_id, problem)
-            case Drain():
-                self._server.core.role_state.end()
-                self._is_draining = True
-            case ChangeRole(role):
-                self._server.core.role_state.change(role)
-            case HandOver():
-                self._server.core.role_state.hand_over()
+            case Drain() | ChangeRole() | Evacuate() | Reopen() | HandOver():
+                self._follow(message, self._server.core.role_state)
             case Probe():
                 self._server.core.probes.ask_silently()
             case Stop():
                 self._stopped = True
             case _:
                 self._server.take(client, message, time.monotonic())
+
+    def _follow(
+        self, order: Drain | ChangeRole | Evacuate | Reopen | HandOver, role_state: RoleState
+    ) -> None:
+        match order:
+            case Drain():
+                role_state.end()
+                self._is_draining = True
+            case ChangeRole(role):
+                role_state.change(role)
+            case Evacuate(number):
+                role_state.evacuate()
+                self._evacuation = number
+            case Reopen():
+                role_state.reopen()
+                self._evacuation = None
+            case HandOver():
+                role_state.hand_over()
 
 
 def main(make_hooks: Callable[[EngineConfig], EngineHooks] = lambda _config: NO_HOOKS) -> None:
@@ -266,7 +288,7 @@ def main(make_hooks: Callable[[EngineConfig], EngineHooks] = lambda _config: NO_
         EngineProcess(
             EngineServer(core, arguments.incarnation), inbox, sender,
             on_drained=_report_drained(report) if gang is None else gang.rank.drained,
-            on_role=lambda role: report(EngineReport(role=role)), gang=gang,
+            report=report, gang=gang,
         ).run()  # fmt: skip
         inbox.close()
         core.shutdown()

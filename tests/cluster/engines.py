@@ -30,6 +30,7 @@ from cluster.routing.metrics import RouterMetrics
 from cluster.routing.pools import Member
 from cluster.routing.router import Router
 from cluster.routing.tickets import TicketOffice
+from cluster.scaling.flip import RoleStatus
 from kv_transfer.curve import CurveAuthenticator, secure_server, server_public_key
 from kv_transfer.keys import KeyRing
 from replicas.async_client import AsyncMPClient
@@ -190,6 +191,33 @@ def running(*configs: tuple[Role, EngineConfig]) -> Iterator[list[Engine]]:
             engine.signal(signal.SIGCONT)
         with ThreadPoolExecutor(len(engines) or 1) as threads:
             list(threads.map(lambda engine: engine.handle.stop(), engines))
+
+
+class LocalReplicas:
+    """Engines of a test as `ttserve flip` and the admin server find those of a cluster."""
+
+    def __init__(self, *engines: Engine) -> None:
+        self._engines = {engine.member.replica_id: engine.handle for engine in engines}
+
+    def role_statuses(self) -> list[RoleStatus]:
+        return [
+            RoleStatus(
+                replica=name,
+                role=handle.role,
+                next_role=handle.next_role,
+                is_draining=handle.is_evacuating,
+                is_drained=handle.is_evacuated,
+            )
+            for name, handle in self._engines.items()
+            if handle.is_alive
+        ]
+
+    def change_role(self, replica: str, role: Role) -> None:
+        self._engines[replica].change_role(role)
+
+    def set_draining(self, replica: str, is_draining: bool) -> None:
+        handle = self._engines[replica]
+        handle.evacuate() if is_draining else handle.reopen()
 
 
 # --- an ingress without HTTP ---------------------------------------------------------------------

@@ -567,28 +567,6 @@ async def test_deep_health_names_an_engine_that_takes_no_step(pool):
     assert others_step == {**all_step, pool[1].member.replica_id: False}
 
 
-@pytest.mark.parametrize("error", [None, "the engine drains"])
-async def test_orders_of_operators_go_to_every_engine(error):
-    asked = []
-
-    def answers(message):
-        if not isinstance(message, Utility):
-            return []
-        asked.append((message.method, *message.args))
-        return [UtilityResult(message.call_id, error is None, error)]
-
-    async with scripted_service(answers) as (engine, service):
-        is_done = error is None
-        expected = {engine.member.replica_id: is_done}
-        assert await service.pause("keep", clear_cache=True) == expected
-        assert await service.resume() == expected
-        assert await service.is_paused() == expected
-        assert await service.reset_prefix_cache(reset_running_requests=True) == expected
-    orders = [("pause", "keep"), ("reset_prefix_cache", False), ("resume",), ("is_paused",)]
-    orders.append(("reset_prefix_cache", True))
-    assert asked == [o for o in orders if is_done or o != ("reset_prefix_cache", False)]
-
-
 async def test_a_storm_of_deep_health_checks_does_not_wait_for_a_slow_step():
     asked = []
 

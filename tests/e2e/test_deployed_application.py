@@ -1,7 +1,8 @@
 """The code between the cores and Ray Serve, on one Ray cluster with two applications.
 
-One has tenants, two ingresses and replicas whose roles change under streams. The other has a pool
-that Serve scales. Every engine runs on a simulated mesh, whose tokens depend on all of its KV.
+One has tenants, two ingresses, an admin server, and replicas whose roles change under streams. The
+other has a pool that Serve scales. Every engine runs on a simulated mesh, whose tokens depend on
+all of its KV.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
+import urllib.error
 import urllib.request
 
 import harness
@@ -21,6 +25,7 @@ import pytest
 import yaml
 from operations import operations_url
 
+from cluster.edge.api_keys import new_key
 from cluster.lifecycle import supervisor
 from tests.e2e import steady_streams
 
@@ -83,9 +88,59 @@ def cluster():
 
 
 @pytest.fixture(scope="module")
-def url(cluster):
+def admin(cluster):
+    """The admin server of the application with roles, as it will be deployed."""
+    return Admin(cluster.folder / "admin-keys.yaml")
+
+
+class Admin:
+    """An admin server's configuration, and a client of it.
+
+    Attributes:
+        section: The section `args.admin`.
+    """
+
+    def __init__(self, path):
+        self._key, line = new_key()
+        path.write_text(f'ops: {{keys: ["{line}"], admin: true}}')
+        self.section = {"port": supervisor.free_port(), "api_keys": str(path)}
+
+    def call(self, method, path, body=None, *, key=None):
+        """Return the status and the body of an answer."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.section['port']}{path}",
+            data=json.dumps(body or {}).encode() if method == "POST" else None,
+            headers={
+                "Authorization": f"Bearer {key or self._key}", "Content-Type": "application/json"
+            },
+            method=method,
+        )  # fmt: skip
+        try:
+            with urllib.request.urlopen(request, timeout=100) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.load(error)
+
+    def states(self):
+        """State of each replica, by name; none while the server does not answer."""
+        with contextlib.suppress(OSError):
+            status, body = self.call("GET", "/replicas")
+            if status == 200:
+                return {replica["replica"]: replica["state"] for replica in body["replicas"]}
+        return {}
+
+    def wait_ready(self):
+        """Wait until all three replicas are ready; return those of the pool decode."""
+        harness.wait_for(lambda: [*self.states().values()] == ["ready"] * 3, 180, "all are ready")
+        return sorted(name for name in self.states() if name.startswith("decode-"))
+
+
+@pytest.fixture(scope="module")
+def url(cluster, admin):
     """The endpoint of both applications, once both run."""
     port = supervisor.free_port()
+    ROLES["args"]["admin"] = admin.section
     file = {"http_options": {"host": "127.0.0.1", "port": port}, "applications": [ROLES, SCALED]}
     path = cluster.folder / "serve.yaml"
     path.write_text(yaml.safe_dump(file))
@@ -252,6 +307,107 @@ def test_flip_changes_a_role_and_back_under_streams_and_no_stream_fails(cluster,
             assert (code, "is the last engine with role decode" in said) == (1, True), said
         harness.wait_for(lambda n=num_before: streams().num_done > n + 16, 180, "streams go on")
     assert streams().failures == []
+
+
+# --- the admin server ----------------------------------------------------------------------------
+
+
+def actor(cluster, deployment):
+    """Process id of a replica of the application with roles."""
+    [found] = cluster.applications()["roles"]["deployments"][deployment]["replicas"]
+    return found["pid"]
+
+
+def audited(cluster):
+    """The audit lines of all admin servers that have run."""
+    lines = []
+    for path in cluster.folder.glob("r/session_*/logs/serve/replica_roles_admin_*.log"):
+        for line in path.read_text().splitlines():
+            _, found, text = line.partition("admin call ")
+            lines += [json.loads(text)] if found else []
+    return [(line["call"], line["tenant"], line["status"]) for line in lines]
+
+
+def test_a_drained_replica_loses_no_token_of_any_stream(cluster, url, admin, streams):
+    drained, kept = admin.wait_ready()
+    num_before = streams().num_done
+    assert admin.call("POST", f"/replicas/{drained}/drain", key="wrong")[0] == 401
+    assert admin.call("POST", f"/replicas/{drained}/drain")[0] in {200, 202}
+    harness.wait_for(lambda: admin.states()[drained] == "drained", 180, "it has no request")
+    status, body = admin.call("POST", f"/replicas/{kept}/drain")
+    assert (status, body["error"]["code"]) == (409, "conflict")
+    harness.wait_for(lambda: streams().num_done > num_before + 16, 180, "streams go on")
+    assert admin.states()[drained] == "drained"
+    assert admin.call("POST", f"/replicas/{drained}/undrain")[0] == 200
+    admin.wait_ready()
+    assert streams().failures == []
+    calls = audited(cluster)
+    for order, tenant, status in [
+        (f"{drained}/drain", "", {401}), (f"{drained}/drain", "ops", {200, 202}),
+        (f"{kept}/drain", "ops", {409}), (f"{drained}/undrain", "ops", {200}),
+    ]:  # fmt: skip
+        call = f"POST /replicas/{order}"
+        assert any(c == call and t == tenant and s in status for c, t, s in calls), (call, calls)
+
+
+def test_requests_wait_while_all_engines_are_paused(url, admin):
+    admin.wait_ready()
+    assert admin.call("POST", "/pause?mode=keep") == (200, {"status": "paused"})
+    assert admin.call("GET", "/is_paused")[1]["is_paused"]
+    body = {**LONG, "max_tokens": 5}
+    answers = []
+    asking = threading.Thread(
+        target=lambda: answers.append(harness.post_json(f"{url}/v1/completions", body, 180))
+    )
+    asking.start()
+
+    def num_queued():
+        _, view = harness.get_json(f"{operations_url(url)}/debug/slots")
+        return view["num_queued"] + view["num_awaiting_admission"]
+
+    harness.wait_for(num_queued, 50, "it waits")
+    assert answers == []
+    assert admin.call("POST", "/resume") == (200, {"status": "resumed"})
+    asking.join()
+    assert [status for status, _ in answers] == [200]
+    assert not admin.call("GET", "/is_paused")[1]["is_paused"]
+
+
+def test_a_role_is_changed_over_http_and_back(url, admin):
+    changed, _ = admin.wait_ready()
+    for role, counts in [
+        ("prefill", {"prefill": 2, "decode": 1}), ("decode", {"prefill": 1, "decode": 2})
+    ]:  # fmt: skip
+        status, _ = admin.call("POST", f"/replicas/{changed}/role", {"role": role})
+        assert status in {200, 202}
+        assert wait_roles(url, counts)[changed] == role
+        admin.wait_ready()
+
+
+def test_the_death_of_the_admin_server_leaves_streams_alone_and_it_returns(
+    cluster, url, admin, streams
+):
+    admin.wait_ready()
+    dead, num_before = actor(cluster, "admin"), streams().num_done
+    os.kill(dead, signal.SIGKILL)
+    harness.wait_for(lambda: streams().num_done > num_before + 16, 180, "streams go on")
+    admin.wait_ready()
+    assert actor(cluster, "admin") != dead
+    assert streams().failures == []
+
+
+def test_a_frozen_replica_ends_calls_in_an_error_that_names_it(cluster, url, admin):
+    admin.wait_ready()
+    [frozen] = [name for name in admin.states() if name.startswith("prefill-")]
+    process_id = actor(cluster, "prefill")
+    os.kill(process_id, signal.SIGSTOP)
+    try:
+        status, body = admin.call("POST", f"/replicas/{frozen}/role", {"role": "decode"})
+    finally:
+        os.kill(process_id, signal.SIGCONT)
+    assert (status, body["error"]["code"]) == (503, "replica_unresponsive"), body
+    assert frozen in body["error"]["message"]
+    admin.wait_ready()
 
 
 # --- scaling -------------------------------------------------------------------------------------

@@ -60,7 +60,6 @@ class FakeBackend:
         self.script = script
         self.adapters = adapters
         self.requests = []
-        self.orders = []
         self.steps = {}
         self.num_open = 0
         self.ready = (True, "")
@@ -121,21 +120,6 @@ class FakeBackend:
         return b"vllm:num_requests_running 0\n"
 
     async def probe(self):
-        return self.steps
-
-    async def pause(self, mode, *, clear_cache):
-        self.orders.append(("pause", mode, clear_cache))
-        return self.steps
-
-    async def resume(self):
-        self.orders.append(("resume",))
-        return self.steps
-
-    async def is_paused(self):
-        return self.steps
-
-    async def reset_prefix_cache(self, *, reset_running_requests):
-        self.orders.append(("reset_prefix_cache", reset_running_requests))
         return self.steps
 
     async def slots(self):

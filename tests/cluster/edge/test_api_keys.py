@@ -318,65 +318,9 @@ def test_an_open_route_takes_a_body_without_a_key(api_keys):
         assert ask(port, {}, path="/ping")[0] == 200
 
 
-# --- the audit log --------------------------------------------------------------------------------
-
-
-def logged(caplog):
-    return [
-        json.loads(record.getMessage().removeprefix("admin call "))
-        for record in caplog.records
-        if record.name == "ttserve.audit"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("headers", "tenant", "status"),
-    [
-        ([bearer(ADMIN_KEY)], "ops", 503),  # the fake has no replica to pause
-        ([bearer(KEY)], "alice", 403),
-        ([bearer("wrong")], "", 401),
-        ([], "", 401),
-    ],
-)
-def test_a_call_that_changes_the_cluster_is_logged_also_if_refused(
-    api_keys, caplog, headers, tenant, status
-):  # fmt: skip
-    named = [*OPERATOR, *headers, ("x-request-id", "r1")]
-    assert call(api_keys, "POST", "/pause?mode=keep", named, body=b"secret").status == status
-    [line] = logged(caplog)
-    assert line.pop("time").endswith("+00:00")
-    assert line == {
-        "tenant": tenant, "source": "test", "request_id": "r1",
-        "call": "POST /pause?mode=keep", "status": status,
-    }  # fmt: skip
-    assert "secret" not in caplog.text
-    assert ADMIN_KEY not in caplog.text
-
-
-@pytest.mark.parametrize("root", ["", "/llm"])
-def test_a_call_that_the_guard_refuses_is_logged(api_keys, caplog, root):
-    with serving(guarded(api_keys, FakeBackend())) as port:
-        assert ask(port, {}, path=f"{root}/pause")[0] == 401
-    [line] = logged(caplog)
-    assert (line["call"], line["tenant"], line["status"]) == (f"POST {root}/pause", "", 401)
-
-
 def test_a_key_without_models_is_named_as_the_reason(path):
     path.write_text(f"none: {{keys: ['{LINE}'], models: []}}")
     body = b'{"prompt": "hi"}'
     answer = call(ApiKeys(str(path)), "POST", "/v1/completions", [bearer(KEY)], body=body)
     assert answer.status == 404
     assert answer.body["error"]["message"] == "this API key may use no model that is served here"
-
-
-@pytest.mark.parametrize(
-    ("method", "target", "headers"),
-    [
-        ("POST", "/pause", [bearer(ADMIN_KEY)]),  # not on the operations listener
-        ("GET", "/is_paused", [*OPERATOR, bearer(ADMIN_KEY)]),
-        ("POST", "/v1/completions", [*OPERATOR, bearer(ADMIN_KEY)]),
-    ],
-)
-def test_other_calls_are_not_logged(api_keys, caplog, method, target, headers):
-    call(api_keys, method, target, headers, body=b'{"prompt": "hi"}')
-    assert logged(caplog) == []

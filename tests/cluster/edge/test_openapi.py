@@ -127,10 +127,6 @@ CASES = [
     ("GET", "/kv", b""),
     ("GET", "/debug/slots", b""),
     ("GET", "/debug/routes/{request_id}", b""),
-    ("GET", "/is_paused", b""),
-    ("POST", "/pause", b""),
-    ("POST", "/resume", b""),
-    ("POST", "/reset_prefix_cache", b""),
 ]  # fmt: skip
 
 

@@ -115,7 +115,6 @@ OPERATIONS = [
     "/debug/slots",
     "/debug/routes/r1",
     "/health_generate",
-    "/is_paused",
 ]
 
 
@@ -806,63 +805,6 @@ def test_health_generate_reports_which_replicas_ended_a_step(steps, status, body
     backend.steps = steps
     response = call(backend, "GET", "/health_generate", headers=OPERATOR)
     assert (response.status, b"".join(response.chunks)) == (status, body)
-
-
-@pytest.mark.parametrize(
-    ("path", "order", "status"),
-    [
-        ("/pause", ("pause", "abort", True), "paused"),
-        ("/pause?mode=keep&clear_cache=false", ("pause", "keep", False), "paused"),
-        ("/resume", ("resume",), "resumed"),
-        ("/reset_prefix_cache", ("reset_prefix_cache", False), "reset"),
-        (
-            "/reset_prefix_cache?reset_running_requests=True",
-            ("reset_prefix_cache", True),
-            "reset",
-        ),
-    ],
-)
-def test_orders_to_all_engines_name_the_replicas_that_failed(path, order, status):
-    backend = FakeBackend()
-    backend.steps = {"d1": True, "d2": True}
-    answer = call(backend, "POST", path, headers=OPERATOR)
-    assert (answer.status, answer.body) == (200, {"status": status})
-    backend.steps = {"d1": True, "d2": False}
-    answer = call(backend, "POST", path, headers=OPERATOR)
-    assert (answer.status, answer.body) == (503, {"status": f"not {status}", "replicas": ["d2"]})
-    assert backend.orders == [order, order]
-    # Any page that a browser shows could send these.
-    form = [*OPERATOR, ("content-type", "text/plain")]
-    assert call(backend, "POST", path, headers=form).status == 415
-    assert call(backend, "POST", path).status == 404
-    assert call(backend, "GET", path, headers=OPERATOR).status == 405
-    assert len(backend.orders) == 2
-
-
-@pytest.mark.parametrize(
-    ("path", "param"),
-    [
-        ("/pause?mode=nap", "mode"),
-        ("/pause?clear_cache=maybe", "clear_cache"),
-        ("/reset_prefix_cache?reset_running_requests=2", "reset_running_requests"),
-    ],
-)
-def test_orders_with_bad_parameters_are_refused(path, param):
-    backend = FakeBackend()
-    answer = call(backend, "POST", path, headers=OPERATOR)
-    assert (answer.status, answer.body["error"]["param"]) == (400, param)
-    assert backend.orders == []
-
-
-@pytest.mark.parametrize(
-    ("paused", "expected"),
-    [({}, False), ({"d": True, "p": True}, True), ({"d": True, "p": False}, False)],
-)
-def test_a_cluster_is_paused_if_every_replica_is(paused, expected):
-    backend = FakeBackend()
-    backend.steps = paused
-    answer = call(backend, "GET", "/is_paused", headers=OPERATOR)
-    assert (answer.status, answer.body) == (200, {"is_paused": expected})
 
 
 def test_debug_slots_returns_the_backends_view():

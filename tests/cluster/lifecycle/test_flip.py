@@ -8,8 +8,9 @@ from typing import get_args
 import pytest
 
 from cluster.config.schema import OrderName
-from cluster.scaling.flip import LastOfRoleError, RoleStatus
+from cluster.scaling.flip import LastOfRoleError
 from tests.cluster.engines import (
+    LocalReplicas,
     engine_config,
     prompts,
     rig,
@@ -100,28 +101,11 @@ def _num_running(made, engine):
     return sum(group.num_running for group in snapshot.groups)
 
 
-class Local:
-    """The engines of a test as `ttserve flip` finds those of a cluster."""
-
-    def __init__(self, *engines):
-        self._engines = {engine.member.replica_id: engine.handle for engine in engines}
-
-    def role_statuses(self):
-        return [
-            RoleStatus(replica=name, role=handle.role, next_role=handle.next_role)
-            for name, handle in self._engines.items()
-            if handle.is_alive
-        ]
-
-    def change_role(self, replica, role):
-        self._engines[replica].change_role(role)
-
-
 @pytest.mark.process
 def test_flip_returns_after_the_change_and_refuses_the_last_of_a_role():
     pools = [("prefill", engine_config("prefill")), ("decode", engine_config("decode"))]
     with running(*pools, pools[1]) as [prefill, decode, other]:
-        replicas, said = Local(prefill, decode, other), []
+        replicas, said = LocalReplicas(prefill, decode, other), []
         name = decode.member.replica_id
         flip(replicas, name, "prefill", 60.0, said.append)
         assert (decode.handle.role, said[-1]) == ("prefill", f"{name} has role prefill")

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from kv_transfer.keys import KeyRing
+from tests.cluster.edge.http_server import poll
 from tests.cluster.edge.test_routes import Client
 from tests.cluster.engines import until
 
@@ -104,8 +105,16 @@ def test_a_replica_changes_its_role_only_if_named(as_replica):
         assert role_status == {
             "replica": name, "role": "decode", "next_role": "decode",
             "has_connector": True, "in_gang": False, "is_scaled": True,
+            "is_draining": False, "is_drained": False,
         }  # fmt: skip
         asyncio.run(replica.change_role("decode-of another", "prefill"))
+        assert asyncio.run(replica.role_status()) == role_status
+        asyncio.run(replica.set_draining("decode-of another", True))
+        assert asyncio.run(replica.role_status()) == role_status
+        asyncio.run(replica.set_draining(name, True))
+        assert asyncio.run(replica.role_status())["is_draining"]
+        poll(lambda: asyncio.run(replica.role_status())["is_drained"], "it has no request")
+        asyncio.run(replica.set_draining(name, False))
         assert asyncio.run(replica.role_status()) == role_status
         asyncio.run(replica.change_role(name, "prefill"))
         assert asyncio.run(replica.role_status())["next_role"] == "prefill"

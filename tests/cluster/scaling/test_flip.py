@@ -10,11 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.scaling.flip import (
+    BusyReplicaError,
     FixedRoleError,
     FlipError,
     LastOfRoleError,
     RoleStatus,
     UnknownReplicaError,
+    check_drain,
     check_flip,
     other_role,
 )
@@ -63,6 +65,53 @@ def test_an_engine_with_a_fixed_role_may_not_change(changes, advice):
 def test_an_unknown_name_is_refused_with_the_known_names():
     with pytest.raises(UnknownReplicaError, match="d0, p0, p1"):
         check_flip(CLUSTER, "p9", "decode")
+
+
+@pytest.mark.parametrize(
+    ("drained", "others", "error", "advice"),
+    [
+        (role_status("p0", "prefill"), CLUSTER[1:], None, ""),
+        (role_status("p0", "prefill", is_draining=True), CLUSTER[2:], None, ""),
+        (role_status("p0", "prefill"), CLUSTER[2:], LastOfRoleError, "one that has role decode"),
+        (
+            role_status("p0", "prefill"),
+            [role_status("p1", "prefill", is_draining=True)],
+            LastOfRoleError,
+            "start another replica of pool prefill",
+        ),
+        (
+            role_status("p0", "both"),
+            [],
+            LastOfRoleError,
+            "start another replica of pool both, then",
+        ),
+        (role_status("p0", "prefill", "decode"), CLUSTER[1:], BusyReplicaError, "wait for the end"),
+        (
+            role_status("p0", "prefill", in_gang=True),
+            CLUSTER[1:],
+            FixedRoleError,
+            "a rank of a gang",
+        ),
+        (role_status("p9", "prefill"), CLUSTER[1:], UnknownReplicaError, "d0, p1, p9"),
+    ],
+)
+def test_an_engine_may_be_drained_while_another_one_keeps_its_role(drained, others, error, advice):
+    def check():
+        check_drain([drained, *others], "p0")
+
+    if error is None:
+        check()
+    else:
+        with pytest.raises(error, match=re.escape(advice)):
+            check()
+
+
+def test_a_drained_engine_does_not_change_its_role():
+    engines = [*CLUSTER, role_status("p2", "prefill", is_draining=True)]
+    with pytest.raises(BusyReplicaError, match="undrain it first"):
+        check_flip(engines, "p2", "decode")
+    with pytest.raises(LastOfRoleError):
+        check_flip([engines[0], *engines[2:]], "p0", "decode")
 
 
 roles = st.sampled_from(["prefill", "decode"])

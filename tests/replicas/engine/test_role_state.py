@@ -56,6 +56,43 @@ def test_a_change_can_be_taken_back_and_is_another_epoch():
     )
 
 
+def shown(state):
+    return state.epoch, state.is_draining, state.hands_over
+
+
+def test_an_evacuated_engine_takes_nothing_until_it_is_reopened_which_is_another_epoch():
+    state = RoleState("decode")
+    state.reopen()
+    assert shown(state) == (0, False, False)
+    state.evacuate()
+    state.settle(0)
+    assert (taken(state), shown(state)) == (set(), (0, True, True))
+    state.reopen()
+    assert (taken(state), shown(state)) == ({"decode", "local"}, (1, False, False))
+
+
+def test_a_change_of_role_under_way_ends_without_a_reopening_if_the_engine_is_evacuated():
+    state = RoleState("decode")
+    state.change("prefill")
+    state.evacuate()
+    state.settle(0)
+    assert (state.role, state.next_role, shown(state)) == ("prefill", None, (1, True, True))
+    state.reopen()
+    assert (taken(state), shown(state)) == ({"prefill"}, (2, False, False))
+    state.evacuate()
+    state.change("decode")
+    state.reopen()
+    assert (taken(state), state.next_role) == (set(), "decode")
+
+
+def test_an_engine_that_is_to_end_is_not_reopened():
+    state = RoleState("decode")
+    state.evacuate()
+    state.end()
+    state.reopen()
+    assert taken(state) == set()
+
+
 def test_an_engine_that_is_to_end_changes_no_more():
     state = RoleState("decode")
     state.change("prefill")
