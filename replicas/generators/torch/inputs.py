@@ -43,7 +43,7 @@ class BlockSpace:
 
     def of_lanes(self, lanes: Int64Array) -> Int64Array:
         """Return (G, n), the global id of block 0 of lanes (n,)."""
-        first: Int64Array = np.multiply.outer(np.array(self.num_blocks), lanes)
+        first: Int64Array = np.array(self.num_blocks)[:, None] * lanes
         return first
 
 
@@ -95,7 +95,7 @@ def from_flat(batch: FlatBatch, space: BlockSpace) -> PagedBatch:
     return PagedBatch(
         input_ids=torch.from_numpy(batch.input_ids.astype(np.int64)),
         positions=torch.from_numpy(np.ascontiguousarray(batch.positions)),
-        kv_positions=torch.from_numpy(np.ascontiguousarray(places)),
+        kv_positions=torch.from_numpy(places),
         query_start_loc=batch.query_start_loc.astype(np.int64),
         seq_lens=batch.seq_lens.astype(np.int64),
         block_table=np.ascontiguousarray(batch.block_table + first_blocks[:, :, None]),

@@ -47,7 +47,7 @@ class Engine:
             "token_ids": batch.token_ids,
             "block_table": batch.block_table[0],
         }  # fmt: skip
-        for name in ("block_table_indices", "block_numbers", "block_offsets", "slot_mapping"):
+        for name in ("block_table_indices", "block_numbers", "slot_mapping"):
             [arrays[name]] = arrays[name]
         found = {name: array.tolist() for name, array in arrays.items()}
         found |= {"num_scheduled_tokens": scheduled.num_scheduled_tokens}
