@@ -60,7 +60,7 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What is known of one replica now.
+    """State of one replica, as its actor and its engine report it.
 
     Attributes:
         name: Its name.

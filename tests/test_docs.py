@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import cluster.edge.admin.cluster  # noqa: F401 - its errors are on the page, too
 from cluster.edge.route_table import ROUTES
 from cluster.errors import ServingError
 

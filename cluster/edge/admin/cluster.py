@@ -70,7 +70,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
         pool: Its pool, named after the role that it began with.
         role: Its role; during a change, the old one.
         next_role: Its role after a change that is under way; null without one.
-        state: What it does now.
+        state: Its state, see `ReplicaState`.
         is_paused: Whether it keeps new requests queued.
         slots: Its decode slots.
         empty_slots: Those that are free.

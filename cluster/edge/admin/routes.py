@@ -70,7 +70,7 @@ class AdminRoute:
     Attributes:
         name: Name of its handler.
         path: Starlette's path pattern.
-        summary: What it does.
+        summary: Its purpose, in a few words.
         method: Its method; a POST changes something in the cluster, and is logged.
         answer: Its answer; None: the body is empty, or any JSON.
         body: Its body; None: it needs none.

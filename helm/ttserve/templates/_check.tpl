@@ -11,6 +11,7 @@
 {{- include "ttserve.checkUpgrade" . }}
 {{- include "ttserve.checkKeys" . }}
 {{- include "ttserve.checkApiKeys" . }}
+{{- include "ttserve.checkAdmin" . }}
 {{- include "ttserve.checkClients" . }}
 {{- include "ttserve.checkEnvironment" (dict "where" "extraEnv" "environment" .Values.extraEnv) }}
 {{- include "ttserve.checkEnvironment" (dict "where" "workerDefaults.extraEnv" "environment" .Values.workerDefaults.extraEnv) }}
@@ -174,6 +175,17 @@
 {{- else if ne .Values.secrets.keysName "keys" }}
   {{- if not .Values.secrets.existingKeys }}
     {{- fail (printf "secrets.keysName is %s, and the Secret %s that would have it is not there: a first install makes the key `keys`" .Values.secrets.keysName $name) }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "ttserve.checkAdmin" -}}
+{{- if .Values.admin.enabled }}
+  {{- if not .Values.admin.existingKeys }}
+    {{- fail "admin.enabled is true, and other pods could change the cluster without keys: set admin.existingKeys" }}
+  {{- end }}
+  {{- if hasKey (fromYaml (include "ttserve.args" .)) "admin" }}
+    {{- fail "admin.enabled is true and the served file has args.admin: give one of them" }}
   {{- end }}
 {{- end }}
 {{- end }}

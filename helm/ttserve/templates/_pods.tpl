@@ -59,7 +59,7 @@ seccompProfile:
 {{- toYaml (mergeOverwrite $own (deepCopy (default (dict) .resources))) }}
 {{- end }}
 
-{{/* Volumes of a pod of Ray: (dict "root" $ "sizes" (dict "shmSize" … "tmpSize" … "homeSize" …) "isIngress" true).
+{{/* Volumes of a pod of Ray: (dict "root" $ "sizes" (dict "shmSize" … "tmpSize" … "homeSize" …) "isIngress" true "isHead" false).
    /run/ttserve is a volume of the image: HAProxy's folder must belong to user 1000 alone, and an emptyDir belongs to
    root. */}}
 {{- define "ttserve.volumes" -}}
@@ -80,6 +80,13 @@ seccompProfile:
     defaultMode: 0440
     items: [{key: {{ .root.Values.secrets.apiKeysName | quote }}, path: {{ .root.Values.secrets.apiKeysName | quote }}}]
 {{- end }}
+{{- if and .isHead .root.Values.admin.enabled }}
+- name: admin-keys
+  secret:
+    secretName: {{ .root.Values.admin.existingKeys }}
+    defaultMode: 0440
+    items: [{key: {{ .root.Values.admin.keysName | quote }}, path: {{ .root.Values.admin.keysName | quote }}}]
+{{- end }}
 {{- with .root.Values.extraVolumes }}
 {{ toYaml . }}
 {{- end }}
@@ -94,6 +101,9 @@ seccompProfile:
 - {name: keys, mountPath: /run/secrets/ttserve, readOnly: true}
 {{- if and .isIngress .root.Values.secrets.existingApiKeys }}
 - {name: api-keys, mountPath: {{ include "ttserve.apiKeysFolder" . }}, readOnly: true}
+{{- end }}
+{{- if and .isHead .root.Values.admin.enabled }}
+- {name: admin-keys, mountPath: {{ include "ttserve.adminKeysFolder" . }}, readOnly: true}
 {{- end }}
 {{- with .root.Values.extraVolumeMounts }}
 {{ toYaml . }}
@@ -149,6 +159,10 @@ topologySpreadConstraints:
 /run/secrets/ttserve-api-keys
 {{- end }}
 
+{{- define "ttserve.adminKeysFolder" -}}
+/run/secrets/ttserve-admin-keys
+{{- end }}
+
 {{/* Folder of compiled kernels and converted weights in pods with boards. */}}
 {{- define "ttserve.cacheFolder" -}}
 /var/cache/ttserve
@@ -186,6 +200,9 @@ spec:
         - {name: metrics, containerPort: 8080}
         - {name: as-metrics, containerPort: 44217}
         - {name: dash-metrics, containerPort: 44227}
+        {{- if .Values.admin.enabled }}
+        - {name: admin, containerPort: 8002}
+        {{- end }}
       env:
         {{- include "ttserve.env" . | nindent 8 }}
       resources:
@@ -193,9 +210,9 @@ spec:
       securityContext:
         {{- include "ttserve.containerSecurity" . | nindent 8 }}
       volumeMounts:
-        {{- include "ttserve.volumeMounts" (dict "root" . "isIngress" false) | nindent 8 }}
+        {{- include "ttserve.volumeMounts" (dict "root" . "isIngress" false "isHead" true) | nindent 8 }}
   volumes:
-    {{- include "ttserve.volumes" (dict "root" . "sizes" .Values.head "isIngress" false) | nindent 4 }}
+    {{- include "ttserve.volumes" (dict "root" . "sizes" .Values.head "isIngress" false "isHead" true) | nindent 4 }}
   {{- include "ttserve.scheduling" .Values.head | nindent 2 }}
 {{- end }}
 
@@ -299,7 +316,7 @@ spec:
         {{- include "ttserve.containerSecurity" .root | nindent 8 }}
         {{- end }}
       volumeMounts:
-        {{- include "ttserve.volumeMounts" (dict "root" .root "isIngress" $isIngress) | nindent 8 }}
+        {{- include "ttserve.volumeMounts" (dict "root" .root "isIngress" $isIngress "isHead" false) | nindent 8 }}
         {{- if and $hasBoards (eq $mode "hostPath") }}
         - {name: boards, mountPath: /dev/tenstorrent}
         {{- end }}
@@ -311,7 +328,7 @@ spec:
         - {name: cache, mountPath: {{ include "ttserve.cacheFolder" . }}}
         {{- end }}
   volumes:
-    {{- include "ttserve.volumes" (dict "root" .root "sizes" .group "isIngress" $isIngress) | nindent 4 }}
+    {{- include "ttserve.volumes" (dict "root" .root "sizes" .group "isIngress" $isIngress "isHead" false) | nindent 4 }}
     {{- if and $hasBoards (eq $mode "hostPath") }}
     - name: boards
       hostPath: {path: /dev/tenstorrent, type: Directory}

@@ -205,6 +205,10 @@
 {{- if .Values.secrets.existingApiKeys }}
   {{- $_ := set $args.ingress "api_keys" (printf "%s/%s" (include "ttserve.apiKeysFolder" .) .Values.secrets.apiKeysName) }}
 {{- end }}
+{{- if .Values.admin.enabled }}
+  {{- $keys := printf "%s/%s" (include "ttserve.adminKeysFolder" .) .Values.admin.keysName }}
+  {{- $_ := set $args "admin" (dict "host" "0.0.0.0" "port" 8002 "api_keys" $keys) }}
+{{- end }}
 {{- $_ := set $args "data_host" "node" }}
 {{- $_ := set $args "key_file" (printf "/run/secrets/ttserve/%s" .Values.secrets.keysName) }}
 {{- $_ := set $file "applications" (list (mergeOverwrite $application (dict "args" $args))) }}
