@@ -23,6 +23,7 @@ from cluster.edge.admin.cluster import (
     OrderFailedError,
     ReplicaUnresponsiveError,
     ReplicaView,
+    Target,
 )
 from cluster.errors import NotFoundError, NotReadyError
 from cluster.routing.fleet import Fleet
@@ -39,7 +40,7 @@ from replicas.errors import EngineError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 
-    from cluster.edge.admin.cluster import ReplicaState, Target
+    from cluster.edge.admin.cluster import ReplicaState
     from cluster.routing.fleet import Discovery
     from cluster.scaling.flip import Replicas, RoleStatus
     from kv_transfer.keys import KeyRing
@@ -146,6 +147,17 @@ class ClusterAdmin:
             self._fleet.client.reset_prefix_cache, reset_running_requests=reset_running_requests
         )
         await self._order(target, reset, ORDER_S)
+
+    async def profile(self, replica: str, seconds: float) -> str:
+        """Implement `Cluster.profile`."""
+        profiles: list[str] = []
+
+        async def profile(incarnation: str) -> bool:
+            profiles.append(await self._fleet.client.profile(incarnation, seconds))
+            return True
+
+        await self._order(Target(replica=replica), profile, seconds + ORDER_S)
+        return profiles[0]
 
     async def change_role(self, replica: str, role: Role) -> ReplicaView:
         """Implement `Cluster.change_role`."""

@@ -222,6 +222,15 @@ class AsyncMPClient:
         """
         return msgspec.convert(await self._call(incarnation, "is_paused"), bool)
 
+    async def profile(self, incarnation: str, seconds: float) -> str:
+        """Profile an engine's core thread; see `replicas.engine_process.profiler`.
+
+        Raises:
+            EngineError: It makes another profile, or the time is too long.
+            EngineDeadError: The engine is not connected.
+        """
+        return msgspec.convert(await self._call(incarnation, "profile", seconds), str)
+
     async def collective_rpc(self, incarnation: str, method: str) -> list[WorkerDescription]:
         """Call a method of every worker; see `replicas.engine.core.WORKER_METHODS`.
 

@@ -129,6 +129,18 @@ class Stop(msgspec.Struct, frozen=True):
     """Order to end the process."""
 
 
+class Profiled(msgspec.Struct, frozen=True):
+    """Notice that a client's call for a profile is complete.
+
+    Attributes:
+        call_id: The call.
+        profile: See `replicas.engine_process.profiler`.
+    """
+
+    call_id: int
+    profile: str
+
+
 class Unreadable(msgspec.Struct, frozen=True):
     """Notice of a client's request that could not be decoded.
 
@@ -142,7 +154,7 @@ class Unreadable(msgspec.Struct, frozen=True):
 
 
 WAKE, TURN_DUE, GONE, STOP = Wake(), TurnDue(), ClientGone(), Stop()
-Incoming = ClientMessage | Order | Wake | TurnDue | ClientGone | Stop | Unreadable
+Incoming = ClientMessage | Order | Wake | TurnDue | ClientGone | Stop | Unreadable | Profiled
 InboxItem = tuple[bytes, Incoming]
 
 

@@ -51,15 +51,18 @@ from replicas.engine_process.parent import (
     Inbox,
     Order,
     Probe,
+    Profiled,
     Reopen,
     Stop,
     TurnDue,
     Unreadable,
     Wake,
 )
+from replicas.engine_process.profiler import Profiler
 from replicas.engine_process.server import EngineServer, describe, gather_s
 from replicas.engine_process.sockets import Receiver, Sender, SocketMaker
 from replicas.errors import EngineError
+from replicas.messages import Utility, UtilityResult
 from replicas.stall_watch import DUMP_SIGNAL
 from replicas.watchdog import Watchdog
 
@@ -129,6 +132,7 @@ class EngineProcess:
     def run(self) -> None:
         """Loop until `STOP` arrives."""
         core, ran = self._server.core, False
+        self._profiler = Profiler(threading.get_ident())
         epoch = core.role_state.epoch
         if self._gang is not None:
             self._gang.rank.idle()
@@ -204,8 +208,24 @@ class EngineProcess:
                 self._server.core.probes.ask_silently()
             case Stop():
                 self._stopped = True
+            case Utility(method="profile"):
+                self._start_profile(client, message)
+            case Profiled(call_id, profile):
+                self._server.answer(client, UtilityResult(call_id, profile))
             case _:
                 self._server.take(client, message, time.monotonic())
+
+    def _start_profile(self, client: bytes, call: Utility) -> None:
+        """Start a profile, which is answered when it is complete, or refuse it."""
+        seconds = call.args[0] if call.args else None
+        problem: str | None = "a profile needs its seconds as a number"
+        if isinstance(seconds, int | float):
+            problem = self._profiler.start(
+                seconds,
+                lambda profile: self._inbox.put((client, Profiled(call.call_id, profile))),
+            )
+        if problem is not None:
+            self._server.answer(client, UtilityResult(call.call_id, error=problem))
 
     def _follow(
         self, order: Drain | ChangeRole | Evacuate | Reopen | HandOver, role_state: RoleState

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from replicas.config import EngineConfig
     from replicas.engine.core import EngineCore
     from replicas.engine_process.parent import Incoming
-    from replicas.messages import ClientMessage, KVEventBatch, WireEvent
+    from replicas.messages import ClientMessage, KVEventBatch, UtilityResult, WireEvent
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,11 @@ class EngineServer:
             self._add_frame(client, [Refused(request_id, "invalid", problem)])
         else:
             self._unknown_senders[client] = None
+
+    def answer(self, client: bytes, result: UtilityResult) -> None:
+        """Answer a call that was made outside of the core, unless its client is gone."""
+        if client in self._clients:
+            self._add_frame(client, [result])
 
     def client_gone(self, client: bytes) -> None:
         """Drop a client that cannot be reached, and all its requests."""

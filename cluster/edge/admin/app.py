@@ -8,6 +8,7 @@ for a POST the content type of JSON, which no web page can send without asking f
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -17,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cluster.edge import audit
-from cluster.edge.admin.cluster import Target
+from cluster.edge.admin.cluster import MAX_PROFILE_S, Target
 from cluster.edge.admin.routes import ROUTES, Done, Paused, Replicas, RoleChange, openapi_document
 from cluster.edge.answers import json_response
 from cluster.edge.boundary import with_boundary
@@ -156,6 +157,21 @@ class _Handlers:
         audit.add_detail(request.scope, "role", change.role)
         view = await self._cluster.change_role(request.path_params["replica"], change.role)
         return _answer(view, 200 if view.next_role is None else _ACCEPTED)
+
+    async def profile(self, request: Request, body: bytes) -> Response:
+        del body
+        given = request.query_params.get("seconds", "5")
+        try:
+            seconds = float(given)
+        except ValueError:
+            seconds = math.nan
+        if not 0.0 < seconds <= MAX_PROFILE_S:
+            text = f"must be a number above 0, of at most {MAX_PROFILE_S:g}; got {shown(given)}"
+            raise bad_field("seconds", text)
+        name = request.path_params["replica"]
+        profile = await self._cluster.profile(name, seconds)
+        headers = {"content-disposition": 'attachment; filename="profile.folded"'}
+        return Response(profile, headers=headers, media_type="text/plain")
 
     async def pause(self, request: Request, body: bytes) -> Response:
         del body

@@ -50,6 +50,10 @@ class ConflictError(ServingError):
     code = "conflict"
 
 
+MAX_PROFILE_S = 60.0
+"""Longest profile of an engine."""
+
+
 class Target(msgspec.Struct, frozen=True, kw_only=True):
     """The replicas that an order is for: one, those of a pool, or all.
 
@@ -132,6 +136,13 @@ class Cluster(Protocol):
 
         Raises:
             OrderFailedError: Some did not answer, or requests keep KV from before.
+        """
+
+    async def profile(self, replica: str, seconds: float) -> str:
+        """Profile a replica's engine; return folded stacks, a line each with its samples.
+
+        Raises:
+            OrderFailedError: Another profile is being made, or it did not answer.
         """
 
     async def change_role(self, replica: str, role: Role) -> ReplicaView:

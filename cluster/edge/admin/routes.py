@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from cluster.edge.admin.cluster import ReplicaView
+from cluster.edge.admin.cluster import MAX_PROFILE_S, ReplicaView
 from cluster.edge.openapi_schemas import SCHEMAS, ref
 from replicas.messages import PAUSE_MODES
 
@@ -109,6 +109,12 @@ ROUTES = (
     _change("drain", "Take no more requests, and hand over those that run"),
     _change("undrain", "Take requests again"),
     _change("role", "Take another role, once requests of the old one have ended", RoleChange),
+    AdminRoute(
+        "profile", "/replicas/{replica}/profile",
+        "Profile an engine: stacks of its core thread, in the folded form of flame graphs", "POST",
+        query={"seconds": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_PROFILE_S}},
+        statuses=(404, 503),
+    ),
     # The names and parameters of vLLM's routes; replica and pool are ours.
     _order("pause", "Pause engines", mode={"enum": [*PAUSE_MODES]}, clear_cache=_FLAG),
     _order("resume", "End the pause of engines"),

@@ -64,6 +64,10 @@ class FakeCluster:
     async def reset_prefix_cache(self, target, *, reset_running_requests):
         await self._order("reset", target, reset_running_requests)
 
+    async def profile(self, replica, seconds):
+        await self._order("profile", replica, seconds)
+        return "a;b 3\n"
+
     async def change_role(self, replica, role):
         return await self._order("role", replica, role)
 
@@ -123,6 +127,10 @@ def test_orders_to_engines_name_their_target_in_the_query(path, order, status):
         ("/pause?clear_cache=maybe", "clear_cache"),
         ("/reset_prefix_cache?reset_running_requests=2", "reset_running_requests"),
         ("/resume?replica=decode-1&pool=decode", "pool"),
+        ("/replicas/decode-1/profile?seconds=0", "seconds"),
+        ("/replicas/decode-1/profile?seconds=61", "seconds"),
+        ("/replicas/decode-1/profile?seconds=nan", "seconds"),
+        ("/replicas/decode-1/profile?seconds=long", "seconds"),
     ],
 )
 def test_orders_with_bad_parameters_are_refused(path, param):
@@ -139,6 +147,14 @@ def test_a_cluster_is_paused_if_every_replica_is(is_paused):
     assert answer.body == {
         "is_paused": is_paused, "replicas": {"decode-1": True, "decode-2": is_paused}
     }  # fmt: skip
+
+
+def test_a_profile_is_a_file_to_download():
+    cluster = FakeCluster()
+    answer = call(cluster, "POST", "/replicas/decode-1/profile?seconds=0.5")
+    assert (answer.status, b"".join(answer.chunks)) == (200, b"a;b 3\n")
+    assert answer.headers["content-disposition"] == 'attachment; filename="profile.folded"'
+    assert cluster.orders == [("profile", "decode-1", 0.5)]
 
 
 def test_replicas_are_shown_all_together_and_one_by_one():
