@@ -33,6 +33,10 @@ ANY_LENGTH = 1 << 40
 """Tokens of a sequence that no KV group limits."""
 
 
+_MIN_CHECKPOINT_TOKENS = 256
+"""A prefix hit recomputes the tokens after its checkpoint, of which fewer cost little."""
+
+
 class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
     """KV of one layer.
 
@@ -85,6 +89,12 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Layers of equal spec, whose KV a sequence keeps in blocks of one table.
 
+    A block of states has one state, whatever number of tokens an entry of the table stands for:
+    that after the last token that was computed, in the entry of this token. Consecutive entries are
+    one and the same block, so that each token overwrites the state. Where the next entry is another
+    block, the state at the end of an entry is kept: a checkpoint, from which the prefix cache can
+    continue.
+
     Attributes:
         layers: Indices of its layers, 0-based.
         spec: KV of each of these layers.
@@ -105,6 +115,11 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.layers) * self.spec.bytes_per_block(self.block_size)
 
     @property
+    def is_rolling(self) -> bool:
+        """Whether a sequence needs the blocks of its last tokens alone: of a window, or a state."""
+        return self.spec.window is not None or self.spec.kind == "state"
+
+    @property
     def num_usable_blocks(self) -> int:
         """Blocks of each lane that a sequence can have: all but the null block."""
         return self.num_blocks - 1
@@ -121,9 +136,10 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     def first_block_seen(self, position: int) -> int:
         """Return the index of the first block with KV that a token at this position sees.
 
-        It sees those before it to the last of its window, itself included.
+        It sees those before it to the last of its window, itself included; of a state that of the
+        token before.
         """
-        window = self.spec.window
+        window = 2 if self.spec.kind == "state" else self.spec.window
         return 0 if window is None else max(position + 1 - window, 0) // self.block_size
 
     def first_position_moved(self, num_tokens: int) -> int:
@@ -156,9 +172,9 @@ def layers_by_spec(specs: Sequence[KVSpec]) -> list[tuple[KVSpec, tuple[int, ...
 def served_by_windows(
     kv_groups: Sequence[KVGroup], num_tokens: int, is_cached: Callable[[int, int], bool]
 ) -> int:
-    """Return the longest prefix that all groups with windows serve.
+    """Return the longest prefix that all groups with windows or states serve.
 
-    A group with a window serves a prefix if it has the blocks that the token behind it sees. Each
+    Such a group serves a prefix if it has the blocks that the token behind it sees. Each
     block is looked up once for each group and length: a missing one cuts the prefix before it.
 
     Args:
@@ -167,7 +183,7 @@ def served_by_windows(
         is_cached: Returns whether a KV group, by its index, has the block of this number.
     """
     multiple = lcm(*(kv_group.block_size for kv_group in kv_groups))
-    windowed = [i for i, kv_group in enumerate(kv_groups) if kv_group.spec.window is not None]
+    windowed = [i for i, kv_group in enumerate(kv_groups) if kv_group.is_rolling]
     turn = 0
     while num_tokens and turn < len(windowed):
         index, served = windowed[turn], num_tokens
@@ -191,3 +207,18 @@ def max_concurrency(groups: Sequence[KVGroup], max_model_len: int, num_lanes: in
     Source: vLLM v1/core/kv_cache_utils.py, `get_max_concurrency_for_kv_cache_config`.
     """
     return num_lanes * min(g.num_usable_blocks / g.num_blocks_for(max_model_len) for g in groups)
+
+
+def checkpoint_tokens(by_spec: Sequence[tuple[KVSpec, tuple[int, ...]]], block_size: int) -> int:
+    """Return the tokens between regular checkpoints of states, a multiple of `block_size`.
+
+    The KV of so many tokens takes as much memory as a state, or more.
+
+    Args:
+        by_spec: The layers of each spec of a model.
+        block_size: Tokens per block.
+    """
+    state = sum(len(ls) * s.bytes_per_block(1) for s, ls in by_spec if s.kind == "state")
+    kv = sum(len(ls) * s.bytes_per_block(block_size) for s, ls in by_spec if s.kind != "state")
+    num_blocks = max(-(-state // kv) if kv else 1, -(-_MIN_CHECKPOINT_TOKENS // block_size))
+    return num_blocks * block_size

@@ -16,7 +16,7 @@ from replicas.generators.simulated.tokens import KV_SPEC
 from replicas.generators.ttnn.buckets import check_cache, check_lane, decode_table_width
 from replicas.generators.ttnn.budget import lane_memory, native_token_budget, num_blocks
 from replicas.generators.ttnn.profiles import profile
-from replicas.kv_groups import KVGroup, layers_by_spec, max_concurrency
+from replicas.kv_groups import KVGroup, checkpoint_tokens, layers_by_spec, max_concurrency
 from replicas.tt.meshes import lane_shape
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ def kv_specs(config: EngineConfig, model: ModelConfig) -> tuple[KVSpec, ...]:
     if config.simulated_mesh is not None:
         return (KV_SPEC,)
     specs = model.kv_specs(resolve_dtype(config, model))
+    if model.delta is not None:
+        specs = _with_states(config, specs)
     window = model.sliding_window
     has_window = [model.has_window(layer) for layer in range(len(specs))]
     connector = config.kv_connector
@@ -78,6 +80,43 @@ def kv_specs(config: EngineConfig, model: ModelConfig) -> tuple[KVSpec, ...]:
     )
 
 
+def _with_states(config: EngineConfig, specs: tuple[KVSpec, ...]) -> tuple[KVSpec, ...]:
+    """Return the KV of a model with recurrent layers.
+
+    Classes of other packages keep states by themselves, and are given KV for each layer.
+
+    Raises:
+        ConfigError: A setting is on that does not work with states; names it.
+    """
+    if config.mesh is not None or config.generator is not None:
+        kept = next((spec for spec in specs if spec.kind != "state"), specs[0])
+        return (kept,) * len(specs)
+    for name in ("kv_connector", "speculative_config"):
+        if getattr(config, name) is not None:
+            raise ConfigError(
+                f"{name} does not work with the recurrent layers of {config.model}: it cannot "
+                f"{'move' if name == 'kv_connector' else 'take back'} their states; remove {name}"
+            )
+    return specs
+
+
+def _state_blocks(config: EngineConfig, specs: Sequence[KVSpec], num_blocks: int) -> int:
+    """Return the blocks of states of a lane: null block, one for each slot, and checkpoints.
+
+    Of these there is at least one for each slot, for the end of its prompt.
+
+    Args:
+        config: The engine's configuration.
+        specs: KV of each layer.
+        num_blocks: Blocks of the layers that keep all tokens; their prefixes have the checkpoints.
+    """
+    slots, size = config.slots_per_group, config.block_size
+    if config.enable_prefix_caching is False:
+        return 1 + slots
+    every = checkpoint_tokens(layers_by_spec(specs), size)
+    return 1 + slots + max(slots, num_blocks * size // every)
+
+
 def _asked_length(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len or model.max_position_embeddings
 
@@ -85,9 +124,9 @@ def _asked_length(config: EngineConfig, model: ModelConfig) -> int:
 def kv_per_token(config: EngineConfig, model: ModelConfig) -> str:
     """Return a line about the KV of a token: its bytes, layers and dtype; and of a sequence.
 
-    Layers with a window are named apart, as their KV is freed behind it. On a simulated mesh the
-    bytes are those of the model that it simulates. How many of the longest sequences fit is left
-    out where only an engine's start can tell.
+    Layers with a window are named apart, as their KV is freed behind it, and recurrent ones, whose
+    state has one size. On a simulated mesh the bytes are those of the model that it simulates. How
+    many of the longest sequences fit is left out where only an engine's start can tell.
     """
     room, groups = "", _known_groups(config, model)
     if groups:
@@ -101,6 +140,12 @@ def kv_per_token(config: EngineConfig, model: ModelConfig) -> str:
     parts = []
     for spec, layers in layers_by_spec(kv_specs(config, model)):
         size = len(layers) * spec.bytes_per_block(ROW_TOKENS) // ROW_TOKENS
+        if spec.kind == "state":
+            size = len(layers) * spec.bytes_per_block(1)
+            parts.append(
+                f"{size:,} bytes of state per sequence in {len(layers)} layers of {spec.dtype}"
+            )
+            continue
         tokens = "token" if spec.window is None else f"token of the last {spec.window:,}"
         parts.append(f"{size:,} bytes of KV per {tokens} in {len(layers)} layers of {spec.dtype}")
     return ", ".join(parts) + room
@@ -123,18 +168,20 @@ def kv_groups(
         ConfigError: See `num_blocks_per_lane`.
     """
     num_blocks = num_blocks_per_lane(config, model, token_budget)
-    by_spec = layers_by_spec(kv_specs(config, model))
-    by_spec.sort(key=lambda found: found[0].window is not None)
+    specs = kv_specs(config, model)
+    order = {"full": 0, "latent": 0, "cross": 0, "window": 1, "state": 2}
     most = _window_limit(config, model)
     return tuple(
         KVGroup(
             layers=layers,
             spec=spec,
             block_size=config.block_size,
-            num_blocks=num_blocks if spec.window is None else min(num_blocks, most),
+            num_blocks=_state_blocks(config, specs, num_blocks)
+            if spec.kind == "state"
+            else min(num_blocks, most if spec.window is not None else num_blocks),
             max_blocks=_max_blocks(config, model, spec),
         )
-        for spec, layers in by_spec
+        for spec, layers in sorted(layers_by_spec(specs), key=lambda found: order[found[0].kind])
     )
 
 
@@ -142,8 +189,10 @@ def _max_blocks(config: EngineConfig, model: ModelConfig, spec: KVSpec) -> int |
     """Return the most blocks of a window that one sequence holds: with the largest chunk's.
 
     With a connector it may hold those of all tokens: KV that is on its way has a place for each, so
-    that the prompt can be computed if it does not come.
+    that the prompt can be computed if it does not come. Of states it needs one.
     """
+    if spec.kind == "state":
+        return 1
     if spec.window is None or config.kv_connector is not None:
         return None
     return 1 + -(-(spec.window + _longest_pass(config, model)) // config.block_size)
@@ -200,9 +249,18 @@ def num_blocks_per_lane(
     if config.num_blocks is not None:
         return config.num_blocks
     specs = kv_specs(config, model)
-    size = sum(spec.bytes_per_block(config.block_size) for spec in specs)
+    size = sum(s.bytes_per_block(config.block_size) for s in specs if s.kind != "state")
     kv_bytes = config.kv_cache_memory_bytes or DEFAULT_KV_BYTES
     lane_bytes = kv_bytes // config.tt_data_parallel
+    state = sum(s.bytes_per_block(1) for s in specs if s.kind == "state")
+    if state and config.enable_prefix_caching is not False:
+        # With as many checkpoints as there are slots, or as go with the KV, whichever are more.
+        every = checkpoint_tokens(layers_by_spec(specs), config.block_size)
+        with_checkpoints = size - -state * config.block_size // every
+        fits = (lane_bytes - state * (1 + config.slots_per_group)) // with_checkpoints
+        lane_bytes = min(lane_bytes - state * _state_blocks(config, specs, 0), fits * size)
+    elif state:
+        lane_bytes -= state * _state_blocks(config, specs, 0)
     count = lane_bytes // size
     most = _window_limit(config, model)
     if count > most:

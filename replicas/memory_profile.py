@@ -94,7 +94,7 @@ def memory_table(
 
     Args:
         profile: Measured memory; None for a device that is not the CPU.
-        groups: Its KV groups. Lines about one with a window say so.
+        groups: Its KV groups. Lines about one with a window, or of states, say so.
         max_model_len: Longest sequence in tokens.
         num_lanes: Lanes, of which each has the groups' blocks.
     """
@@ -108,6 +108,12 @@ def memory_table(
     for group in groups:
         num_blocks = num_lanes * group.num_usable_blocks
         lanes = f" in {num_lanes} lanes" if num_lanes > 1 else ""
+        if group.spec.kind == "state":
+            rows |= {
+                "bytes per state": f"{group.bytes_per_block:,}",
+                "states": f"{num_blocks:,}{lanes}, checkpoints of prefixes among them",
+            }
+            continue
         window = f" (window {group.spec.window:,})" if group.spec.window is not None else ""
         rows |= {
             f"bytes per block{window}": f"{group.bytes_per_block:,}",

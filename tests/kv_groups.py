@@ -23,3 +23,11 @@ def one_kv_group(
         num_blocks=num_blocks,
     )
     return (group,)
+
+
+def states_group(num_blocks: int, block_size: int) -> KVGroup:
+    """The group of a recurrent layer."""
+    spec = KVSpec(heads=1, width=1, dtype="float32", planes=1, kind="state")
+    return KVGroup(
+        layers=(1,), spec=spec, block_size=block_size, num_blocks=num_blocks, max_blocks=1
+    )

@@ -595,7 +595,8 @@ def _of_engine(
 
 
 def _bytes_per_token(kv_groups: tuple[KVGroup, ...]) -> float:
-    return sum(group.bytes_per_block / group.block_size for group in kv_groups)
+    of_tokens = (group for group in kv_groups if group.spec.kind != "state")
+    return sum(group.bytes_per_block / group.block_size for group in of_tokens)
 
 
 def _room(

@@ -3,8 +3,8 @@
 Owner: one ingress's event loop, by `Prefixes`. An index is for engines with KV groups of one shape.
 Blocks are named by 64 bits of their chain hashes (`kv_transfer.block_hash.block_names`). A name
 stands for every token from the first one on. A holder has a prefix of a prompt if each KV group of
-full attention has the unbroken run of its blocks, and each group with a window those blocks that
-the token behind the prefix sees. This is the rule of the engine's own prefix cache.
+full attention has the unbroken run of its blocks, and each group with a window or of states those
+blocks that the token behind the prefix sees. This is the rule of the engine's own prefix cache.
 
 A group's reports (`KVEventBatch`) are exact: a batch that arrives twice or late changes nothing. A
 missing batch voids earlier reports until a listing comes. A prompt sent to a group is a guess that
@@ -174,7 +174,7 @@ class PrefixIndex:
         most = min(len(e) * g.block_size for e, g in zip(entries, self._kv_groups, strict=True))
         found: dict[Placement, int] | None = None
         for kv_group, of in zip(self._kv_groups, entries, strict=True):
-            if kv_group.spec.window is None:
+            if not kv_group.is_rolling:
                 size = kv_group.block_size
                 held = {p: num * size for p, num in self._leading_blocks(of).items()}
                 if found is not None:

@@ -43,15 +43,19 @@ def model_facts(
             f"generator {config.generator!r} gives {tokens_per_pass} tokens a step, which only a "
             "device can draw; set engine.mesh"
         )
+    groups = kv_groups(config, model, token_budget)
+    # A class that keeps states by itself has none at the end of a cached prefix.
+    loses_states = model.delta is not None and not any(g.spec.kind == "state" for g in groups)
     extent = capabilities.get("tt_block_kv_extent_tokens", 0)
     return ModelFacts(
         max_position_embeddings=position_limit(config, model),
         vocab_size=model.vocab_size,
         eos_token_ids=list(model.eos_token_id),
-        kv_groups=kv_groups(config, model, token_budget),
+        kv_groups=groups,
         supports_mixed_batch=capabilities.get("supports_mixed_batch", False),
         supports_chunked_prefill=capabilities.get("supports_chunked_prefill", False),
-        supports_prefix_caching=capabilities.get("supports_prefix_caching", False),
+        supports_prefix_caching=capabilities.get("supports_prefix_caching", False)
+        and not loses_states,
         supports_drafts=capabilities.get("supports_mixed_batch", False),
         supports_prompt_logprobs=capabilities.get("supports_mixed_batch", False)
         and capabilities.get("supports_hidden_states", False),

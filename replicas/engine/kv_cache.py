@@ -11,6 +11,11 @@ the sequence advances, and hits a prefix of which only the last window is cached
 own, like that of every group: blocks of different groups differ in bytes, so that a shared pool
 would need pages of a common size, and layers that are cut to them. `replicas.kv_sizing` gives a
 window as many blocks as the slots can use, and all other memory to the groups that keep all tokens.
+
+A group of recurrent layers has states in its blocks, see `KVGroup`. A sequence needs one block, for
+the state after its last token. It takes further ones for checkpoints as long as there are more than
+empty slots: at the end of its prompt, where its prompt leaves what other sequences have cached, and
+at regular distances. No sequence waits, or is preempted, for a checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from kv_transfer.block_hash import extend_block_hashes, prefix_root
 from replicas.engine.block_pool import NULL_BLOCK, BlockPool, PrefixWalk
 from replicas.engine.kv_events import PrefixFeed, PrefixJournal
 from replicas.engine.sequence import Phase
-from replicas.kv_groups import served_by_windows
+from replicas.kv_groups import checkpoint_tokens, served_by_windows
 from replicas.messages import GroupCounters, GroupSnapshot
 
 if TYPE_CHECKING:
@@ -50,6 +55,7 @@ class Place(NamedTuple):
         num_tokens: Tokens that these stand for; the same number in each KV group.
         is_converted: Whether some of their KV came in another dtype.
         is_whole: Whether there is room for all tokens of groups with windows, too.
+        num_without_states: Tokens that the other groups would have served, had there been a state.
     """
 
     dp_group: int
@@ -57,6 +63,7 @@ class Place(NamedTuple):
     num_tokens: int
     is_converted: bool = False
     is_whole: bool = False
+    num_without_states: int = 0
 
 
 class SlotTable:
@@ -136,7 +143,11 @@ class KVCacheManager:
         count = config.tt_data_parallel
         self._kv_groups = kv_groups
         self._block_sizes = [kv_group.block_size for kv_group in kv_groups]
-        self._windowed = [i for i, g in enumerate(kv_groups) if g.spec.window is not None]
+        self._rolling = [i for i, g in enumerate(kv_groups) if g.is_rolling]
+        self._states = [i for i, g in enumerate(kv_groups) if g.spec.kind == "state"]
+        self._checkpoint_tokens = checkpoint_tokens(
+            [(g.spec, g.layers) for g in kv_groups], lcm(*self._block_sizes)
+        )
         self.block_multiple = lcm(*self._block_sizes)
         self.block_divisor = gcd(*self._block_sizes)
         self._slots_per_group = config.slots_per_group
@@ -215,14 +226,31 @@ class KVCacheManager:
             if self._fits(seq, group, num_tokens, walks, num_hit, is_whole=is_whole):
                 found = zip(walks, self._block_sizes, strict=True)
                 hits = [w.block_ids[: num_hit // s] for w, s in found]
-                for index in self._windowed:
+                for index in self._rolling:
                     hits[index] = self._window_hits(seq, group, index, num_hit)
-                return Place(group, hits, num_hit, is_whole=is_whole)
+                num_without_states = 0
+                if self._states:
+                    num_without_states = min(
+                        (
+                            walk.num_blocks * kv_group.block_size
+                            for walk, kv_group in zip(walks, self._kv_groups, strict=True)
+                            if not kv_group.is_rolling
+                        ),
+                        default=0,
+                    )
+                    num_without_states -= num_without_states % self.block_multiple
+                return Place(
+                    group,
+                    hits,
+                    num_hit,
+                    is_whole=is_whole,
+                    num_without_states=num_without_states,
+                )
         return None
 
     def whole_place(self, seq: Sequence, place: Place, num_tokens: int) -> Place | None:
         """Return a place that `find_place` has found with room for all tokens, or None."""
-        if self._windowed:
+        if self._rolling:
             walks, num_hit = self.find_prefix(seq, place.dp_group)
             if not self._fits(seq, place.dp_group, num_tokens, walks, num_hit, is_whole=True):
                 return None
@@ -234,7 +262,7 @@ class KVCacheManager:
         """Return room for a sequence beside another with the same prompt, or None.
 
         It shares the full blocks of the prompt, which needs no prefix cache, unless the other
-        sequence has left some of them behind its window.
+        sequence has left some of them behind its window, or its state has moved on.
 
         Args:
             seq: The sequence to place.
@@ -252,11 +280,12 @@ class KVCacheManager:
         for kv_group, pool, table in self._each_kv_group(group, parent.place.block_ids):
             hits.append(table[: num_shared // kv_group.block_size])
             seen = hits[-1][kv_group.first_block_seen(num_shared) :]
-            if NULL_BLOCK in seen:
+            if NULL_BLOCK in seen or (kv_group.spec.kind == "state" and hits[-1]):
                 return None
             hits[-1][: -len(seen) or None] = [NULL_BLOCK] * (len(hits[-1]) - len(seen))
             num_blocks = self._num_first_blocks(kv_group, num_shared, num_tokens, is_whole=False)
-            if num_blocks - len(hits[-1]) > pool.num_free_blocks:
+            num_new = 1 if kv_group.spec.kind == "state" else num_blocks - len(hits[-1])
+            if num_new > pool.num_free_blocks:
                 return None
         return Place(group, hits, num_shared, parent.place.is_converted)
 
@@ -281,6 +310,8 @@ class KVCacheManager:
         """
         place, group = seq.place, found.dp_group
         place.walks.clear()
+        place.dp_group = group
+        place.num_without_states = found.num_without_states
         place.block_ids = []
         place.num_behind = [
             kv_group.first_block_seen(found.num_tokens) for kv_group in self._kv_groups
@@ -291,12 +322,11 @@ class KVCacheManager:
             num_blocks = self._num_first_blocks(
                 kv_group, found.num_tokens, num_tokens, is_whole=found.is_whole
             )
-            num_new = num_blocks - len(hits)
-            place.block_ids.append([*hits, *pool.allocate(num_new)])
+            place.block_ids.append(list(hits))
+            self._extend_table(seq, kv_group, pool, place.block_ids[-1], num_blocks - len(hits))
         place.capacity = self._capacity(seq)
         place.num_indexed_tokens = found.num_tokens
         place.is_converted = found.is_converted
-        place.dp_group = group
         place.slot = self._slots.take(group)
         if place.num_cached_tokens < 0:
             place.num_cached_tokens = found.num_tokens
@@ -351,7 +381,7 @@ class KVCacheManager:
         place.is_converted |= is_converted and num_new > 0
         if num_new:
             num_local = seq.num_computed_tokens - num_new
-            for index in self._windowed:
+            for index in self._rolling:
                 first = self._kv_groups[index].first_position_moved(end)
                 if first > num_local:
                     place.num_missing[index] = first
@@ -372,7 +402,8 @@ class KVCacheManager:
             for seq, num_tokens in wanted:
                 num = max(kv_group.table_length(num_tokens) - len(seq.place.block_ids[index]), 0)
                 nums.append(num)
-                sums[seq.place.dp_group] += num
+                if kv_group.spec.kind != "state":
+                    sums[seq.place.dp_group] += num
             for group, num in enumerate(sums):
                 if num > self._pools[group][index].num_free_blocks:
                     return None
@@ -403,7 +434,7 @@ class KVCacheManager:
         ):
             pool.forget(block_ids)
         # Those behind a window are held no longer, but may be cached.
-        for index in self._windowed if seq.place.block_hashes else ():
+        for index in self._rolling if seq.place.block_hashes else ():
             pool = self._pools[seq.place.dp_group][index]
             hashes = seq.place.block_hashes[index][: seq.place.num_behind[index]]
             pool.forget(b for b in map(pool.find, hashes) if b is not None)
@@ -412,7 +443,8 @@ class KVCacheManager:
         """Free the blocks of a sequence; it keeps its tokens. Idempotent."""
         place = seq.place
         for index, block_ids in enumerate(place.block_ids):
-            self._pools[place.dp_group][index].free(block_ids[place.num_behind[index] :])
+            held = _distinct(block_ids[place.num_behind[index] :])
+            self._pools[place.dp_group][index].free(held)
         place.block_ids = []
         place.num_behind = []
         place.num_missing = []
@@ -425,8 +457,8 @@ class KVCacheManager:
     def find_prefix(self, seq: Sequence, group: int) -> tuple[list[PrefixWalk], int]:
         """Return the cached leading blocks of each KV group, and the tokens that all groups serve.
 
-        A group with a window serves a prefix if it has the blocks that the token behind it sees;
-        their walks stay empty.
+        A group with a window, or of states, serves a prefix if it has the blocks that the token
+        behind it sees; their walks stay empty.
         At least one token is left to compute, because its logits are needed. A request that does
         not read the cache hits nothing, but its blocks are indexed.
         """
@@ -438,13 +470,13 @@ class KVCacheManager:
         self._extend_hashes(seq)
         num_hit = last = len(seq.token_ids) - 1
         for index, pool in enumerate(self._pools[group]):
-            if self._kv_groups[index].spec.window is not None:
+            if self._kv_groups[index].is_rolling:
                 continue
             walk, size = walks[index], self._block_sizes[index]
             pool.bring_up_to_date(walk, seq.place.block_hashes[index], last // size)
             num_hit = min(num_hit, len(walk.found) * size)
         num_hit -= num_hit % self.block_multiple
-        if self._windowed and num_hit:
+        if self._rolling and num_hit:
             pools, hashes = self._pools[group], seq.place.block_hashes
             num_hit = served_by_windows(
                 self._kv_groups,
@@ -454,7 +486,7 @@ class KVCacheManager:
         return walks, num_hit
 
     def _window_hits(self, seq: Sequence, group: int, index: int, num_tokens: int) -> list[int]:
-        """Return the blocks with which a group with a window serves a prefix."""
+        """Return the blocks with which a rolling group serves a prefix."""
         if not num_tokens:
             return []
         kv_group, find = self._kv_groups[index], self._pools[group][index].find
@@ -476,17 +508,21 @@ class KVCacheManager:
             first_read: First position whose KV the connector still reads; None: it reads none.
         """
         self.index_full_blocks(seq, num_final_tokens)
-        for index in self._windowed:
+        for index in self._rolling:
             kv_group, place = self._kv_groups[index], seq.place
             begin = place.num_behind[index]
             end = kv_group.first_block_seen(num_final_tokens - self._num_kept_tokens)
             if first_read is not None:
                 end = min(end, first_read // kv_group.block_size)
             if begin < end:
-                self._pools[place.dp_group][index].free(place.block_ids[index][begin:end])
-                place.block_ids[index][begin:end] = [NULL_BLOCK] * (end - begin)
+                table = place.block_ids[index]
+                # A state may continue in the same block after these entries.
+                left = [b for b in _distinct(table[begin:end]) if b not in table[end : end + 1]]
+                self._pools[place.dp_group][index].free(left)
+                table[begin:end] = [NULL_BLOCK] * (end - begin)
                 place.num_behind[index] = end
-                self.stats[place.dp_group].window_blocks_freed += end - begin
+                if kv_group.spec.window is not None:
+                    self.stats[place.dp_group].window_blocks_freed += end - begin
 
     def index_full_blocks(self, seq: Sequence, num_final_tokens: int) -> None:
         """Index the blocks of a sequence that have just become full; see `settle`."""
@@ -500,8 +536,10 @@ class KVCacheManager:
             size, hashes = self._block_sizes[index], seq.place.block_hashes[index]
             # Of a load with a window the first block may be there in part.
             first = max(num_indexed // size, -(-seq.place.num_missing[index] // size))
+            table, is_state = seq.place.block_ids[index], index in self._states
             for i in range(first, num_final_tokens // size):
-                pool.cache(seq.place.block_ids[index][i], hashes[i])
+                if not is_state or _keeps_state(table, i):
+                    pool.cache(table[i], hashes[i])
         seq.place.num_indexed_tokens = num_final_tokens
 
     def reset_prefix_cache(self) -> None:
@@ -608,7 +646,9 @@ class KVCacheManager:
             num_found = num_hit // kv_group.block_size
             num_first = self._num_first_blocks(kv_group, num_hit, num_tokens, is_whole=is_whole)
             num_taken = num_first - num_found
-            if kv_group.spec.window is None:
+            if kv_group.spec.kind == "state":
+                num_taken = 1
+            if not kv_group.is_rolling:
                 num_taken += walks[index].num_evictable(num_found)
             else:
                 hits = self._window_hits(seq, group, index, num_hit)
@@ -621,19 +661,51 @@ class KVCacheManager:
         self, kv_group: KVGroup, num_hit: int, num_tokens: int, *, is_whole: bool
     ) -> int:
         """Return the length of a sequence's first table, for `num_tokens` after `num_hit`."""
-        if kv_group.spec.window is not None and not is_whole:
+        if kv_group.is_rolling and not is_whole:
             num_tokens = min(num_tokens, num_hit + self._max_pass_tokens)
         return kv_group.table_length(num_tokens)
 
     def _append_blocks(self, seq: Sequence, nums: list[int]) -> list[list[int]]:
-        """Append `nums` new blocks per KV group; the caller has checked that there are enough."""
-        appended = []
-        for index, pool in enumerate(self._pools[seq.place.dp_group]):
-            new = pool.allocate(nums[index])
-            seq.place.block_ids[index] += new
-            appended.append(new)
-        seq.place.capacity = self._capacity(seq)
+        """Append `nums` entries per KV group; the caller has checked that there are enough."""
+        place = seq.place
+        each = self._each_kv_group(place.dp_group, zip(place.block_ids, nums, strict=True))
+        appended = [
+            self._extend_table(seq, kv_group, pool, table, num)
+            for kv_group, pool, (table, num) in each
+        ]
+        place.capacity = self._capacity(seq)
         return appended
+
+    def _extend_table(
+        self, seq: Sequence, kv_group: KVGroup, pool: BlockPool, table: list[int], num: int
+    ) -> list[int]:
+        """Append so many entries to a table, with new blocks, and return them.
+
+        Entries of states take the block before them, unless it is a checkpoint's.
+        """
+        if kv_group.spec.kind != "state":
+            new = pool.allocate(num)
+        else:
+            new, begin = [], len(table)
+            # What a prefix hit has found is not written to.
+            last = table[-1] if table and pool.is_private(table[-1]) else NULL_BLOCK
+            for entry in range(begin, begin + num):
+                if last == NULL_BLOCK or (
+                    self._is_checkpoint(seq, entry * kv_group.block_size)
+                    and pool.num_free_blocks > self._slots.num_empty(seq.place.dp_group)
+                ):
+                    [last] = pool.allocate(1)
+                new.append(last)
+        table += new
+        return new
+
+    def _is_checkpoint(self, seq: Sequence, num_tokens: int) -> bool:
+        """Return whether the state after so many tokens is to be kept; they fill whole blocks."""
+        if self._key is None or not num_tokens:
+            return False
+        last = seq.num_prompt_tokens - 1
+        at_ends = last - last % self.block_multiple, seq.place.num_without_states
+        return num_tokens in at_ends or num_tokens % self._checkpoint_tokens == 0
 
     def _capacity(self, seq: Sequence) -> int:
         capacity: int = min(map(mul, map(len, seq.place.block_ids), self._block_sizes))
@@ -641,3 +713,13 @@ class KVCacheManager:
 
     def _free_blocks(self, group: int) -> list[int]:
         return [pool.num_free_blocks for pool in self._pools[group]]
+
+
+def _distinct(block_ids: Iterable[int]) -> list[int]:
+    """Return blocks in order, each once: states have one in several entries."""
+    return list(dict.fromkeys(block_ids))
+
+
+def _keeps_state(table: list[int], entry: int) -> bool:
+    """Return whether no later token overwrites the state at the end of an entry of a table."""
+    return entry + 1 < len(table) and table[entry + 1] != table[entry]

@@ -119,6 +119,7 @@ class KVPlace:
         num_behind: For each KV group the leading null blocks of its table.
         num_missing: For each KV group the leading tokens whose KV its blocks lack, because only
             that of the last window was loaded.
+        num_without_states: See `Place`.
         capacity: Tokens for which it has blocks in every KV group.
         block_hashes: For each KV group chain hashes of the full blocks of `token_ids`; empty until
             they are needed.
@@ -137,6 +138,7 @@ class KVPlace:
     block_ids: list[list[int]] = field(default_factory=list)
     num_behind: list[int] = field(default_factory=list)
     num_missing: list[int] = field(default_factory=list)
+    num_without_states: int = 0
     capacity: int = 0
     block_hashes: list[list[bytes]] = field(default_factory=list)
     walks: dict[int, list[PrefixWalk]] = field(default_factory=dict)

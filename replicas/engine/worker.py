@@ -34,6 +34,7 @@ from replicas.memory_profile import memory_table
 from replicas.messages import ExpertCounters, WorkerDescription
 from replicas.platforms.cpu import CpuPlatform
 from replicas.platforms.mesh import MeshPlatform
+from replicas.platforms.platform import allocate_kv
 from replicas.platforms.simulated import SimulatedPlatform
 from replicas.sampling.grammar import GrammarCache
 from replicas.sampling.logprobs import Logprobs
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from replicas.engine.speculation import Drafter
     from replicas.engine.step import ModelFacts, ScheduledBatch, StepResult
     from replicas.generators.model_config import ModelConfig
-    from replicas.generators.protocol import Generator, SupportsKVGroups, SupportsLayerCallbacks
+    from replicas.generators.protocol import Generator, SupportsLayerCallbacks
     from replicas.kv_groups import KVGroup
     from replicas.platforms.platform import Platform
     from replicas.sampling.preparation import Preparation, Prepared
@@ -133,7 +134,16 @@ class Worker:
     def load_model(self) -> ModelFacts:
         """Load the weights and measure how many KV blocks fit."""
         self._generator, config, budget = self._platform.load()
-        return model_facts(config, self._hf_config, self._generator.model_capabilities, budget)
+        capabilities = self._generator.model_capabilities
+        facts = model_facts(config, self._hf_config, capabilities, budget)
+        if capabilities.get("supports_prefix_caching") and not facts.supports_prefix_caching:
+            logger.warning(
+                "prefix caching is off: generator %s cannot restore the states of the recurrent "
+                "layers of %s at the end of a cached prefix",
+                config.generator,
+                config.model,
+            )
+        return facts
 
     def initialize_kv_cache(
         self, kv_groups: Sequence[KVGroup], max_model_len: int
@@ -153,14 +163,7 @@ class Worker:
         platform, generator = self._platform, self._generator
         memory = memory_table(platform.memory, kv_groups, max_model_len, config.tt_data_parallel)
         logger.info("%s", memory)
-        if len(kv_groups) == 1:
-            [group] = kv_groups
-            shape = group.num_blocks, group.spec.heads, group.block_size, group.spec.width
-            kv_cache = generator.allocate_kv_cache(shape, platform.dtype, len(group.layers))
-        else:
-            # `kv_sizing.kv_specs` gives several only to classes that take them.
-            grouped = cast("SupportsKVGroups", generator)
-            kv_cache = grouped.allocate_kv_groups(kv_groups, platform.dtype)
+        kv_cache = allocate_kv(generator, kv_groups, platform.dtype)
         logprobs = Logprobs(config.logprobs_mode)
         self._runner = ModelRunner(
             generator,

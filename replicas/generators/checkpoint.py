@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_DRAFTING = "mtp."
+"""Of layers that only draft tokens, in checkpoints of Qwen3-Next."""
 _MOST_SHOWN = 8
 _MOST_HEADER_BYTES = 100_000_000
 """Limit of the format. Source: safetensors' `MAX_HEADER_SIZE`."""
@@ -64,9 +66,8 @@ def expected_weights(config: ModelConfig) -> dict[str, Shape]:
 def unused_layers(config: ModelConfig) -> tuple[str, ...]:
     """Return the prefixes of weights that a checkpoint may have and no generator computes."""
     first = config.num_hidden_layers
-    return tuple(
-        f"model.layers.{first + index}." for index in range(config.num_nextn_predict_layers)
-    )
+    counted = range(config.num_nextn_predict_layers)
+    return _DRAFTING, *(f"model.layers.{first + index}." for index in counted)
 
 
 def check_checkpoint(

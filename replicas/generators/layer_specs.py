@@ -149,6 +149,8 @@ class AttentionSpec:
         scale: Factor of the scores; None is D ** -0.5.
         soft_cap: Scores s become soft_cap * tanh(s / soft_cap).
         sinks: Name of a tensor (H,) of scores that take weight and give no value.
+        is_gated: Behind each head's query, the first part of ``qkv`` has as many rows of a gate:
+            their sigmoids are factors of what the head attends to.
     """
 
     num_heads: int
@@ -163,6 +165,7 @@ class AttentionSpec:
     scale: float | None = None
     soft_cap: float | None = None
     sinks: str | None = None
+    is_gated: bool = False
 
     def tensors(self) -> Tensors:
         """Yield all weights."""
@@ -245,6 +248,74 @@ class LatentAttentionSpec:
         for part in parts:
             if part is not None:
                 yield from part.tensors()
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaConfig:
+    """Sizes of gated delta rules; K key heads, V value heads, each key head serves V / K of them.
+
+    Attributes:
+        key_heads: K, also of queries.
+        value_heads: V.
+        key_dim: Channels of a head's queries and keys, D.
+        value_dim: Channels of a head's values, E.
+        kernel: Tokens that the convolution sees, the last one included.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: of all queries, keys and values, 2 * K * D + V * E."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def state(self) -> int:
+        """Elements of a sequence's state: V * D * E, then channels * (kernel - 1)."""
+        recurrent = self.value_heads * self.key_dim * self.value_dim
+        return recurrent + self.channels * (self.kernel - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """Gated delta rule: a recurrent layer in the place of attention.
+
+    The rows of ``qkvz`` are, for each key head: query, key, the values and then the output gates of
+    the value heads that it serves. Those of ``ba``, likewise: their rates, their decays.
+
+    Attributes:
+        sizes: Of heads and states.
+        qkvz: N -> 2 * K * D + 2 * V * E.
+        ba: N -> 2 * V.
+        convolution: Name of a tensor (channels, 1, kernel).
+        decay: Name of a tensor (V,), logarithms.
+        decay_bias: Name of a tensor (V,).
+        norm: Of each value head's output.
+        o: V * E -> N.
+    """
+
+    sizes: DeltaConfig
+    qkvz: LinearSpec
+    ba: LinearSpec
+    convolution: str
+    decay: str
+    decay_bias: str
+    norm: NormSpec
+    o: LinearSpec
+
+    window: ClassVar[None] = None
+
+    def tensors(self) -> Tensors:
+        """Yield all weights."""
+        for part in (self.qkvz, self.ba, self.norm, self.o):
+            yield from part.tensors()
+        yield self.convolution, (self.sizes.channels, 1, self.sizes.kernel)
+        for name in (self.decay, self.decay_bias):
+            yield name, (self.sizes.value_heads,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +416,7 @@ class LayerSpec:
     """Decoder layer: x += attention(x), then x += mlp(x), each between up to two norms.
 
     Attributes:
-        attention: The attention.
+        attention: The attention, or what stands in its place.
         mlp: The MLP or experts.
         input_norm: Before the attention.
         attention_norm: Of the attention's result, before it is added.
@@ -353,7 +424,7 @@ class LayerSpec:
         output_norm: Of the MLP's result, before it is added.
     """
 
-    attention: AttentionSpec | LatentAttentionSpec
+    attention: AttentionSpec | LatentAttentionSpec | DeltaSpec
     mlp: MlpSpec | ExpertsSpec
     input_norm: NormSpec | None = None
     attention_norm: NormSpec | None = None

@@ -24,7 +24,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from replicas.config import EngineConfig
-    from replicas.generators.layer_specs import Activation, LatentConfig, LayerSpec, NormKind
+    from replicas.generators.layer_specs import (
+        Activation,
+        DeltaConfig,
+        LatentConfig,
+        LayerSpec,
+        NormKind,
+    )
     from replicas.generators.quantization import Quantization
 
 FAMILIES: Mapping[str, str] = {
@@ -43,11 +49,14 @@ FAMILIES: Mapping[str, str] = {
     "GptOssForCausalLM": "gpt_oss",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Qwen3NextForCausalLM": "qwen3_next",
 }
 """Architecture name -> family (the configuration's model_type), a module of `_MODELS`."""
 _MODELS = "replicas.generators.torch.models"
 
 _SLIDING = "sliding_attention"
+RECURRENT = "linear_attention"
+"""Layer type of the layers with a state of one size."""
 _MOST_LAYERS, _MOST_EXPERTS = 4096, 65536
 """Each is described by itself: more would take all memory before anything is checked."""
 _POSITION_KEYS = (
@@ -87,7 +96,8 @@ class ModelConfig:
         dtype: Dtype that the weights were saved in, for example "bfloat16"; "" if not stated.
         experts: Experts that replace MLPs; None if no layer has any.
         states_max_positions: Its longest context is stated, not the default of its family.
-        layer_types: Of each layer "full_attention" or "sliding_attention"; empty if all are equal.
+        layer_types: Of each layer "full_attention", "sliding_attention" or "linear_attention";
+            empty if all are equal.
         norm_kind: Kind of all norms.
         activation: Function of the MLPs' gates.
         local_rope: Rotary embedding of the layers with a window, if they have another.
@@ -100,6 +110,7 @@ class ModelConfig:
         quantization: How weights may be stored, if not as they are.
         num_nextn_predict_layers: Layers behind the others that only draft tokens; not computed.
         latent: Sizes of latent attention; None if keys and values are cached per head.
+        delta: Sizes of the recurrent layers, if there are any.
     """
 
     name_or_path: str
@@ -138,6 +149,7 @@ class ModelConfig:
     quantization: Quantization | None = None
     num_nextn_predict_layers: int = 0
     latent: LatentConfig | None = None
+    delta: DeltaConfig | None = None
 
     def has_window(self, layer: int) -> bool:
         """Return whether a layer sees a window of its sequence only."""
@@ -146,11 +158,16 @@ class ModelConfig:
         return not self.layer_types or self.layer_types[layer] == _SLIDING
 
     def kv_specs(self, dtype: str) -> tuple[KVSpec, ...]:
-        """Return the KV of each layer, with elements of a dtype."""
+        """Return the KV of each layer, with elements of a dtype; states have at least float32."""
         spec = KVSpec(heads=self.num_key_value_heads, width=self.head_dim, dtype=dtype)
         if self.latent is not None:
             spec = KVSpec(heads=1, width=self.latent.row, dtype=dtype, kind="latent", planes=1)
-        return (spec,) * self.num_hidden_layers
+        specs = [spec] * self.num_hidden_layers
+        if self.delta is not None:
+            wide = "float64" if dtype == "float64" else "float32"
+            state = KVSpec(heads=1, width=self.delta.state, dtype=wide, kind="state", planes=1)
+            specs = [state if self.layer_types[i] == RECURRENT else spec for i in range(len(specs))]
+        return tuple(specs)
 
 
 class Family(Protocol):
@@ -193,6 +210,7 @@ class Defaults:
         rope: Of the rotary embedding.
         eps: Added to the variance in every norm.
         activation: Key of the activation and its only supported value.
+        may_be_recurrent: Layers may have type `RECURRENT`.
     """
 
     max_positions: int
@@ -202,6 +220,7 @@ class Defaults:
     rope: RopeDefaults = RopeDefaults()  # noqa: RUF009 - frozen
     eps: float = 1e-6
     activation: tuple[str, str] = ("hidden_act", "silu")
+    may_be_recurrent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +321,7 @@ class RawConfig:
             KeyError: A key is missing.
         """
         raw = self.values
-        _refuse_unsupported(raw, self.name_or_path, *defaults.activation)
+        _refuse_unsupported(raw, self.name_or_path, defaults)
         num_layers = int(raw["num_hidden_layers"])
         if not 1 <= num_layers <= _MOST_LAYERS:
             raise ConfigError(f"num_hidden_layers {num_layers} is not from 1 to {_MOST_LAYERS}")
@@ -550,11 +569,13 @@ def _family(raw: Mapping[str, Any], architectures: tuple[str, ...], name: str) -
     raise ConfigError(f"{name}: architecture {found!r} is not one of {', '.join(FAMILIES)}")
 
 
-def _refuse_unsupported(raw: Mapping[str, Any], name: str, key: str, supported: str) -> None:
+def _refuse_unsupported(raw: Mapping[str, Any], name: str, defaults: Defaults) -> None:
+    key, supported = defaults.activation
     activation = raw.get(key, supported)
     if activation != supported:
         raise ConfigError(f"{name}: {key} {activation!r} is not supported, only {supported!r}")
-    layer_types = set(raw.get("layer_types") or ()) - {"full_attention", _SLIDING}
+    other = RECURRENT if defaults.may_be_recurrent else _SLIDING
+    layer_types = set(raw.get("layer_types") or ()) - {"full_attention", other}
     if layer_types:
         raise ConfigError(f"{name}: layer_types {sorted(layer_types)} are not supported")
 

@@ -13,9 +13,9 @@ from replicas.errors import ConfigError
 from replicas.generators.protocol import CpuDevice
 from replicas.generators.registry import resolve_generator
 from replicas.generators.torch.kv_io import TorchKVIO
-from replicas.kv_sizing import kv_specs, resolve_dtype
+from replicas.kv_sizing import kv_groups, resolve_dtype
 from replicas.memory_profile import MemoryProfile, kv_bytes, peak_bytes_of, resident_bytes
-from replicas.platforms.platform import DTYPES, LoadedModel, Platform
+from replicas.platforms.platform import DTYPES, LoadedModel, Platform, allocate_kv
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,14 +119,17 @@ class CpuPlatform(Platform):
         num_rows = min(config.max_batch_size, budget)
         length = min(budget // num_rows, max_seq_len)
         num_blocks = -(-length // config.block_size)
-        spec, *_ = specs = kv_specs(config, model)
-        shape = 2, spec.heads, config.block_size, spec.width
-        kv_cache = generator.allocate_kv_cache(shape, self.dtype, len(specs))
+        groups = kv_groups(msgspec.structs.replace(config, num_blocks=2), model)
+        groups = tuple(msgspec.structs.replace(group, num_blocks=2) for group in groups)
+        kv_cache = allocate_kv(generator, groups, self.dtype)
+        table = torch.zeros((num_rows, num_blocks), dtype=torch.int32)
+        num_layers = sum(len(group.layers) for group in groups)
         resident = resident_bytes()
         peak = peak_bytes_of(
             lambda: generator.prefill_forward(
                 tokens=torch.zeros((num_rows, length), dtype=torch.int32),
-                page_table=torch.zeros((num_rows, num_blocks), dtype=torch.int32),
+                page_table=table,
+                page_tables_per_layer=None if len(groups) == 1 else [table] * num_layers,
                 kv_cache=kv_cache,
                 enable_trace=False,
                 prompt_lens=torch.full((num_rows,), length, dtype=torch.int32),

@@ -13,12 +13,13 @@ from replicas.generators.fingerprint import model_fingerprint
 from replicas.kv_sizing import kv_specs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kv_transfer.connector import KVDeviceIO
     from replicas.config import EngineConfig
     from replicas.generators.model_config import ModelConfig
-    from replicas.generators.protocol import Closes, Generator, KVCache
+    from replicas.generators.protocol import Closes, Generator, KVCache, SupportsKVGroups
+    from replicas.kv_groups import KVGroup
     from replicas.memory_profile import MemoryProfile
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -129,3 +130,13 @@ class Platform(ABC):
             **arguments,
         )
         return self.generator
+
+
+def allocate_kv(generator: Generator, kv_groups: Sequence[KVGroup], dtype: torch.dtype) -> KVCache:
+    """Allocate the KV cache of a loaded model, of a dtype where its groups do not say."""
+    if len(kv_groups) == 1:
+        [group] = kv_groups
+        shape = group.num_blocks, group.spec.heads, group.block_size, group.spec.width
+        return generator.allocate_kv_cache(shape, dtype, len(group.layers))
+    # `kv_sizing.kv_specs` gives several only to classes that take them.
+    return cast("SupportsKVGroups", generator).allocate_kv_groups(kv_groups, dtype)

@@ -72,13 +72,20 @@ def test_a_group_has_the_bytes_of_all_its_layers():
             "1,024 bytes of KV per token of the last 9 in 2 layers of float32, "
             "512 bytes of KV per token in 1 layers of float32",
         ),
+        # A matrix of 12 to 20 for each of 4 heads, and 3 inputs of a convolution with 128 channels.
+        (
+            "qwen3-next",
+            {"dtype": "bfloat16"},
+            "10,752 bytes of state per sequence in 2 layers of float32, "
+            "512 bytes of KV per token in 2 layers of bfloat16",
+        ),
         (
             "llama-gqa",
             {"simulated_mesh": SimulatedMeshConfig(board="n150", model="Llama-3.1-8B")},
             "69,632 bytes of KV per token of the simulated model",
         ),
     ],
-    ids=["all tokens", "bfloat16", "window", "some windows", "simulated"],
+    ids=["all tokens", "bfloat16", "window", "some windows", "states", "simulated"],
 )
 def test_kv_of_a_token_as_validate_prints_it(case, changes, line):
     # Of unknown memory, so that only the line's beginning is left.

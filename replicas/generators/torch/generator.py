@@ -21,7 +21,7 @@ from replicas.generators.model_config import check_sizes, layer_specs, to_model_
 from replicas.generators.protocol import DEFAULT_TOKEN_BUDGET, CpuDevice, ModelCapabilities
 from replicas.generators.torch.backends import BACKENDS, make_attention
 from replicas.generators.torch.inputs import BlockSpace, from_decode, from_flat, from_prefill
-from replicas.generators.torch.kv_cache import TorchKVCache
+from replicas.generators.torch.kv_cache import CacheGroup, TorchKVCache
 from replicas.generators.torch.linear import LONG_WEIGHTS
 from replicas.generators.torch.loader import load_weights
 from replicas.generators.torch.model import PagedTransformer
@@ -102,8 +102,8 @@ class TorchGenerator:
             inner = config.experts.num_per_token * config.experts.intermediate_size
         weights = sum(math.prod(shape) for _, shape in attention.tensors())
         self._layer_weights = weights + 3 * config.hidden_size * inner
-        (spec, *_), heads = config.kv_specs("float32"), config.num_attention_heads
-        self._context_products = 2 * heads * spec.width
+        widths = [s.width for s in config.kv_specs("float32") if s.kind != "state"]
+        self._context_products = 2 * config.num_attention_heads * max(widths, default=0)
         self._before_layer: LayerCallback | None = None
         self._after_layer: LayerCallback | None = None
 
@@ -172,7 +172,7 @@ class TorchGenerator:
         """
         first, num_layers = kv_groups[0], sum(len(group.layers) for group in kv_groups)
         shape = first.num_blocks, first.spec.heads, first.block_size, first.spec.width
-        groups = [(group.layers, group.num_blocks) for group in kv_groups]
+        groups = [_cache_group(group) for group in kv_groups]
         return self._allocate(shape, dtype, num_layers, groups)
 
     def _allocate(
@@ -180,9 +180,10 @@ class TorchGenerator:
         shape: KVCacheShape,
         dtype: torch.dtype,
         num_layers: int,
-        groups: Sequence[tuple[Sequence[int], int]] = (),
+        groups: Sequence[CacheGroup] = (),
     ) -> TorchKVCache:
-        spec, *_ = specs = self._config.kv_specs(str(self._dtype).removeprefix("torch."))
+        specs = self._config.kv_specs(str(self._dtype).removeprefix("torch."))
+        spec = specs[groups[0].layers[0]] if groups else specs[0]
         wanted = (spec.heads, spec.width, len(specs))
         given = (shape[1], shape[3], num_layers)
         if given != wanted or dtype != self._dtype:
@@ -460,6 +461,13 @@ def _tables(
     if len(by_layer) != len(cache.group_of):
         raise ValueError(f"{len(by_layer)} page_tables_per_layer of {len(cache.group_of)} layers")
     return np.stack([_int64(by_layer[cache.group_of.index(nth)]) for nth in range(num_groups)])
+
+
+def _cache_group(group: KVGroup) -> CacheGroup:
+    spec = group.spec
+    size = 1 if spec.kind == "state" else group.block_size
+    shape = group.num_blocks, spec.heads, size, spec.width
+    return CacheGroup(group.layers, shape, getattr(torch, spec.dtype), spec.planes)
 
 
 def _null_blocks(cache: TorchKVCache, num_rows: int) -> Int64Array:

@@ -8,8 +8,8 @@ Dimensions: P = lanes * blocks of a group's lane, H KV heads, S block size, D he
 from __future__ import annotations
 
 import math
-from itertools import accumulate
-from typing import TYPE_CHECKING, TypeAlias
+from itertools import accumulate, islice
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
@@ -26,6 +26,27 @@ LaneCache: TypeAlias = list[list[torch.Tensor]]
 """[layer] -> [k, v], or one plane of latents; each (num_blocks, H, S, D)."""
 
 
+class CacheGroup(NamedTuple):
+    """Layers whose planes are alike.
+
+    Attributes:
+        layers: Their indices.
+        shape: (num_blocks, H, S, D) of one lane; of states (num_blocks, 1, 1, elements).
+        dtype: Dtype of the elements.
+        num_planes: 2 for keys and values, 1 for latents and states.
+    """
+
+    layers: Sequence[int]
+    shape: KVCacheShape
+    dtype: torch.dtype
+    num_planes: int
+
+    @property
+    def lane_bytes(self) -> int:
+        """Bytes of a lane's part of a plane."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 class TorchKVCache(list[LaneCache]):
     """``cache[lane][layer] -> [k, v]``, views of tensors that hold every lane.
 
@@ -33,7 +54,7 @@ class TorchKVCache(list[LaneCache]):
     ``b`` of lane ``l`` is row ``l * num_blocks + b``, with the number of the layer's group.
 
     Attributes:
-        planes: Per layer (k, v), or one plane of latents; each (P, H, S, D), contiguous.
+        planes: Per layer (k, v), or one plane of latents or states; each (P, H, S, D), contiguous.
         group_of: KV group of each layer.
         num_blocks: Per KV group, blocks per lane, with the null block.
         block_size: Tokens per block.
@@ -51,7 +72,7 @@ class TorchKVCache(list[LaneCache]):
         *,
         num_planes: int = 2,
         shares: bool = False,
-        groups: Sequence[tuple[Sequence[int], int]] = (),
+        groups: Sequence[CacheGroup] = (),
     ) -> None:
         """Allocate zeros.
 
@@ -62,23 +83,23 @@ class TorchKVCache(list[LaneCache]):
             num_lanes: Lanes.
             num_planes: 2 for keys and values, 1 for latents.
             shares: Whether other processes of this host may map the cache.
-            groups: Layers and blocks per lane of each KV group; empty if there is only one.
+            groups: The KV groups; empty if there is only one. Those of states have shapes and
+                dtypes of their own.
 
         Raises:
             ConfigError: A dimension is not positive.
             TransferError: The host gives no memory that can be shared.
         """
-        groups = groups or [(range(num_layers), shape[0])]
-        self.num_blocks = [num_blocks for _, num_blocks in groups]
-        if min(*shape, num_layers, num_lanes, *self.num_blocks) < 1:
-            raise ConfigError(f"KV cache {shape=} {num_layers=} {num_lanes=} must be positive")
-        by_layer = {layer: nth for nth, (layers, _) in enumerate(groups) for layer in layers}
+        groups = groups or [CacheGroup(range(num_layers), shape, dtype, num_planes)]
+        if min(num_layers, num_lanes, *(size for group in groups for size in group.shape)) < 1:
+            raise ConfigError(f"KV cache {groups=} {num_layers=} {num_lanes=} must be positive")
+        self.num_blocks = [group.shape[0] for group in groups]
+        by_layer = {layer: nth for nth, group in enumerate(groups) for layer in group.layers}
         self.group_of = [by_layer[layer] for layer in range(num_layers)]
         self.block_size = shape[2]
-        lane_blocks = [self.num_blocks[group] for group in self.group_of for _ in range(num_planes)]
-        block_items = math.prod(shape[1:])
-        block_bytes = block_items * dtype.itemsize
-        starts = [0, *accumulate(num_lanes * count * block_bytes for count in lane_blocks)]
+        of_layers = [groups[nth] for nth in self.group_of]
+        of_planes = [group for group in of_layers for _ in range(group.num_planes)]
+        starts = [0, *accumulate(num_lanes * group.lane_bytes for group in of_planes)]
         num_bytes = starts.pop()
         self.shared_region = SharedRegion.create(num_bytes) if shares else None
         if self.shared_region is None:
@@ -89,23 +110,21 @@ class TorchKVCache(list[LaneCache]):
             self.memory = self.shared_region.memory
         self.offsets = tuple(
             tuple(
-                start + lane * count * block_bytes
-                for start, count in zip(starts, lane_blocks, strict=True)
+                start + lane * group.lane_bytes
+                for start, group in zip(starts, of_planes, strict=True)
             )
             for lane in range(num_lanes)
         )
-        planes = [
+        planes = iter([
             torch.frombuffer(
                 self.memory,
-                dtype=dtype,
-                count=num_lanes * count * block_items,
+                dtype=group.dtype,
+                count=num_lanes * math.prod(group.shape),
                 offset=start,
-            ).view(num_lanes * count, *shape[1:])
-            for start, count in zip(starts, lane_blocks, strict=True)
-        ]
-        self.planes = [
-            tuple(planes[first : first + num_planes]) for first in range(0, len(planes), num_planes)
-        ]
+            ).view(num_lanes * group.shape[0], *group.shape[1:])
+            for start, group in zip(starts, of_planes, strict=True)
+        ])  # fmt: skip
+        self.planes = [tuple(islice(planes, group.num_planes)) for group in of_layers]
         super().__init__(
             [
                 [

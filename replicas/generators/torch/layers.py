@@ -15,82 +15,30 @@ from torch.nn import functional
 
 from replicas.generators.layer_specs import (
     AttentionSpec,
+    DeltaSpec,
     ExpertsSpec,
     LatentAttentionSpec,
     LinearSpec,
     MlpSpec,
     NormSpec,
 )
+from replicas.generators.torch.delta import DeltaRule
 from replicas.generators.torch.experts import ExpertDispatch, Experts
+from replicas.generators.torch.forward_pass import Norm
 from replicas.generators.torch.latent import LatentProducts
 from replicas.generators.torch.linear import PlainLinear, make_linear
 from replicas.generators.torch.plain import PlainKernels, rotated
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from replicas.generators.layer_specs import Activation, LayerSpec, Part
-    from replicas.generators.protocol import LayerCallback
-    from replicas.generators.rope_config import RopeConfig
-    from replicas.generators.torch.kernels import Kernels
-    from replicas.generators.torch.kv_cache import TorchKVCache
+    from replicas.generators.torch.forward_pass import ForwardPass
     from replicas.generators.torch.linear import LinearLayer
-    from replicas.generators.torch.plain import Attend, TokenPlaces
 
     Fetch: TypeAlias = Callable[..., torch.Tensor]
-    RopeKey: TypeAlias = tuple[RopeConfig, int]
 
 _PLAIN = PlainKernels()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ForwardPass:
-    """What the layers of a pass have in common.
-
-    Attributes:
-        cache: Written and read.
-        kernels: Norms and rotations.
-        places: Of the tokens, by KV group, then by the rotation of a layer and its heads' size.
-        attend: Attention of layers that compiled code computes, or None.
-        attend_any: Attention of any layer.
-        before: Called with each layer's index before its attention and any write, or None.
-        after: Called with each layer's index after its attention, or None.
-    """
-
-    cache: TorchKVCache
-    kernels: Kernels | PlainKernels
-    places: Sequence[Mapping[RopeKey, TokenPlaces]]
-    attend: Attend | None
-    attend_any: Attend
-    before: LayerCallback | None
-    after: LayerCallback | None
-
-    def places_in(self, index: int, rope: RopeConfig, size: int) -> TokenPlaces:
-        """Return the places of the tokens in a layer."""
-        return self.places[self.cache.group_of[index]][rope, size]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Norm:
-    """RMS norm.
-
-    Attributes:
-        weight: (features,), in float32 at least unless of kind "rms".
-        eps: Added to the variance.
-        is_wide: The product with the weight is rounded, not what it multiplies.
-    """
-
-    weight: torch.Tensor
-    eps: float
-    is_wide: bool
-
-    def __call__(self, x: torch.Tensor, kernels: Kernels | PlainKernels) -> torch.Tensor:
-        """(T, features) -> (T, features)."""
-        if not self.is_wide:
-            return kernels.rms_norm(x, self.weight, self.eps)
-        wide = x.to(self.weight.dtype)
-        normed = functional.rms_norm(wide, wide.shape[-1:], eps=self.eps)
-        return (normed * self.weight).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,6 +54,7 @@ class Attention:
         k_norm: Norm of keys that they do not.
         eps: Of the norms.
         sinks: (H,) or None.
+        gate: N -> H * D: its sigmoid is a factor of the result; or None.
     """
 
     spec: AttentionSpec
@@ -116,6 +65,7 @@ class Attention:
     k_norm: Norm | None
     eps: float
     sinks: torch.Tensor | None
+    gate: LinearLayer | None = None
 
     def __call__(self, x: torch.Tensor, index: int, run: ForwardPass) -> torch.Tensor:
         """(T, N) -> (T, H * D), what ``o`` takes; KV of these tokens is written."""
@@ -141,7 +91,7 @@ class Attention:
         attended = attend(index, heads[:, : spec.num_heads], spec, self.sinks).flatten(1)
         if run.after is not None:
             run.after(index)
-        return attended
+        return attended if self.gate is None else attended * self.gate(x).sigmoid()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -260,7 +210,7 @@ class DecoderLayer:
     """Decoder layer; see ``LayerSpec`` for its parts.
 
     Attributes:
-        attention: The attention.
+        attention: The attention, or what stands in its place.
         mlp: The MLP or experts.
         input_norm: Before the attention.
         attention_norm: Of its result.
@@ -268,7 +218,7 @@ class DecoderLayer:
         output_norm: Of its result.
     """
 
-    attention: Attention | LatentAttention
+    attention: Attention | LatentAttention | DeltaRule
     mlp: Mlp | Experts
     input_norm: Norm | None
     attention_norm: Norm | None
@@ -317,7 +267,7 @@ class DecoderLayer:
         spec = attention.spec
         others = (
             self.attention_norm, self.output_norm, attention.q_norm, attention.k_norm,
-            attention.sinks, spec.soft_cap,
+            attention.sinks, attention.gate, spec.soft_cap,
         )  # fmt: skip
         if any(each is not None for each in others) or spec.rope.share != 1.0:
             return None
@@ -353,11 +303,7 @@ class LayerMaker:
     def layer(self, spec: LayerSpec) -> DecoderLayer:
         """Make a layer."""
         return DecoderLayer(
-            attention=(
-                self._attention(spec.attention)
-                if isinstance(spec.attention, AttentionSpec)
-                else self._latent(spec.attention)
-            ),
+            attention=self._attention(spec.attention),
             mlp=self._mlp(spec.mlp) if isinstance(spec.mlp, MlpSpec) else self._experts(spec.mlp),
             input_norm=self._maybe_norm(spec.input_norm),
             attention_norm=self._maybe_norm(spec.attention_norm),
@@ -367,11 +313,10 @@ class LayerMaker:
 
     def norm(self, spec: NormSpec) -> Norm:
         """Make a norm."""
-        weight = self._fetch(spec.name)
         eps = self._eps if spec.eps is None else spec.eps
         if spec.kind == "rms":
-            return Norm(weight, eps, is_wide=False)
-        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+            return Norm(self._fetch(spec.name), eps, is_wide=False)
+        weight = self._wide(spec.name)
         return Norm(weight + 1.0 if spec.kind == "offset" else weight, eps, is_wide=True)
 
     def _maybe_norm(self, spec: NormSpec | None) -> Norm | None:
@@ -393,7 +338,14 @@ class LayerMaker:
             return self._fetch(f"{part.name}_bias", part.entry)
         return self._fetch(part.name, part.entry).T
 
-    def _attention(self, spec: AttentionSpec) -> Attention:
+    def _attention(
+        self, spec: AttentionSpec | LatentAttentionSpec | DeltaSpec
+    ) -> Attention | LatentAttention | DeltaRule:
+        if isinstance(spec, DeltaSpec):
+            return self._delta(spec)
+        return self._plain(spec) if isinstance(spec, AttentionSpec) else self._latent(spec)
+
+    def _plain(self, spec: AttentionSpec) -> Attention:
         q_norm, k_norm = self._maybe_norm(spec.q_norm), self._maybe_norm(spec.k_norm)
         head_norm = None
         are_of_heads = (
@@ -408,15 +360,24 @@ class LayerMaker:
                 k_norm.weight.expand(spec.num_kv_heads, -1),
             ))  # fmt: skip
             q_norm = k_norm = None
+        if not spec.is_gated:
+            qkv, gate = self.linear(spec.qkv), None
+        else:
+            size, dim = spec.num_heads, spec.head_dim
+            rows = torch.arange(2 * (size + spec.num_kv_heads) * dim).view(-1, dim)
+            queries = torch.cat((rows[: 2 * size : 2], rows[2 * size :]))
+            qkv = self._linear_of((spec.qkv,), queries.flatten())
+            gate = self._linear_of((spec.qkv,), rows[1 : 2 * size : 2].flatten())
         return Attention(
             spec,
-            self.linear(spec.qkv),
+            qkv,
             self.linear(spec.o),
             head_norm,
             q_norm,
             k_norm,
             self._eps,
             None if spec.sinks is None else self._fetch(spec.sinks),
+            gate,
         )
 
     def _latent(self, spec: LatentAttentionSpec) -> LatentAttention:
@@ -432,17 +393,49 @@ class LayerMaker:
             spec,
             None if spec.q_a is None else self.linear(spec.q_a),
             self._maybe_norm(spec.q_norm),
-            self._linear_of(spec.q, (starts[:, None] + of_head).flatten()),
-            self._linear_of(spec.kv_a, of_row),
+            self._linear_of((spec.q,), (starts[:, None] + of_head).flatten()),
+            self._linear_of((spec.kv_a,), of_row),
             self.norm(spec.kv_norm),
             LatentProducts(spec, self._joined(spec.kv_b, "weight")),
             self.linear(spec.o),
         )
 
-    def _linear_of(self, spec: LinearSpec, order: torch.Tensor) -> LinearLayer:
-        """Make a linear layer of rows in another order."""
-        bias = self._joined(spec, "bias")[order] if spec.has_bias else None
-        return make_linear(self._joined(spec, "weight")[order], bias)
+    def _delta(self, spec: DeltaSpec) -> DeltaRule:
+        sizes = spec.sizes
+        heads, each = sizes.key_heads, sizes.value_heads // sizes.key_heads
+        of_values = each * sizes.value_dim
+        # A key head's rows are together in the checkpoint; here those of a kind are, of all heads.
+        of_head = (sizes.key_dim, sizes.key_dim, of_values, of_values)
+        wide = torch.arange(heads * sum(of_head)).view(heads, -1).split_with_sizes(of_head, 1)
+        narrow = (
+            torch.arange(2 * sizes.value_heads).view(heads, -1).split_with_sizes((each, each), 1)
+        )
+        first = heads * sum(of_head)
+        order = [*(part.flatten() for part in wide), *(first + part.flatten() for part in narrow)]
+        convolution, decay, bias = (
+            self._wide(name) for name in (spec.convolution, spec.decay, spec.decay_bias)
+        )
+        return DeltaRule(
+            spec,
+            self._linear_of((spec.qkvz, spec.ba), torch.cat(order)),
+            convolution[:, 0],
+            -decay.exp(),
+            bias,
+            self.norm(spec.norm),
+            self.linear(spec.o),
+        )
+
+    def _wide(self, name: str) -> torch.Tensor:
+        """Return a tensor in float32 at least."""
+        weight = self._fetch(name)
+        return weight.to(torch.promote_types(weight.dtype, torch.float32))
+
+    def _linear_of(self, specs: Sequence[LinearSpec], order: torch.Tensor) -> LinearLayer:
+        """Make a linear layer of the rows of several, in another order."""
+        weight = torch.cat([self._joined(spec, "weight") for spec in specs])[order]
+        if not specs[0].has_bias:
+            return make_linear(weight, None)
+        return make_linear(weight, torch.cat([self._joined(s, "bias") for s in specs])[order])
 
     def _mlp(self, spec: MlpSpec) -> Mlp:
         gate, up, down = (self.linear(each) for each in (spec.gate, spec.up, spec.down))

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.protocol import CpuDevice
     from replicas.generators.quantization import Quantization
-    from replicas.generators.torch.layers import DecoderLayer, Norm
+    from replicas.generators.torch.forward_pass import Norm
+    from replicas.generators.torch.layers import DecoderLayer
     from replicas.generators.torch.linear import LinearLayer
 
 Fetch: TypeAlias = Callable[..., torch.Tensor]

@@ -17,10 +17,12 @@ from torch.nn import functional
 
 from replicas.generators.protocol import ExpertLoad
 from replicas.generators.torch.attention import BatchedAttention
+from replicas.generators.torch.delta import DeltaRule
 from replicas.generators.torch.experts import Experts
-from replicas.generators.torch.layers import ForwardPass
+from replicas.generators.torch.forward_pass import ForwardPass
 from replicas.generators.torch.plain import TokenPlaces
 from replicas.generators.torch.rope import rope_table
+from replicas.generators.torch.states import state_places
 
 if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from replicas.generators.torch.kv_cache import TorchKVCache
     from replicas.generators.torch.loader import ModelWeights
     from replicas.generators.torch.stack import LayerStack
+    from replicas.generators.torch.states import StatePlaces
 
     _Callbacks: TypeAlias = tuple[LayerCallback | None, LayerCallback | None]
     _Part: TypeAlias = tuple[range, LayerStack | None]
@@ -55,11 +58,14 @@ class PagedTransformer:
         self._attention = attention
         self._plain = BatchedAttention()
         dtype = weights.embedding.dtype
-        specs = (layer.attention.spec for layer in weights.layers)
+        parts = [layer.attention for layer in weights.layers]
+        specs = (part.spec for part in parts if not isinstance(part, DeltaRule))
         self._ropes = {
             (rope, size): rope_table(rope, size, max_seq_len, dtype)
             for rope, size in dict.fromkeys((spec.rope, spec.head_dim) for spec in specs)
         }
+        self._recurrent = next((i for i, p in enumerate(parts) if isinstance(p, DeltaRule)), None)
+        """The first recurrent layer. All are in one KV group."""
         self._max_seq_len = max_seq_len
         self._scale = torch.tensor(config.embedding_scale, dtype=dtype)
         self._parts = self._divide()
@@ -78,8 +84,9 @@ class PagedTransformer:
         for run in claim(layers):
             if run.start > done:
                 parts.append((range(done, run.start), None))
-            spec = layers[run.start].attention.spec
-            rope = self._ropes[spec.rope, spec.head_dim]
+            dense = layers[run.start].as_dense()
+            assert dense is not None, "a claimed layer is of Llama's form"
+            rope = self._ropes[dense.spec.rope, dense.spec.head_dim]
             parts.append((run, LayerStack(layers, run, rope, self._config.rms_norm_eps)))
             done = run.stop
         if done < len(layers):
@@ -173,7 +180,14 @@ class PagedTransformer:
             attention.prepare(batch, cache) if attention.is_compiled else None,
             self._plain.prepare(batch, cache),
             *around,
+            self._states(batch, cache),
         )
+
+    def _states(self, batch: PagedBatch, cache: TorchKVCache) -> StatePlaces | None:
+        if self._recurrent is None:
+            return None
+        table = batch.block_table[cache.group_of[self._recurrent]]
+        return state_places(batch, table, cache.block_size)
 
     def serve_experts(self) -> None:
         """Take part in a pass of the ranks that share out the experts, with no token."""

@@ -93,7 +93,7 @@ class World:
             limits = mock.patch.object(self.scheduler._draft_control, "limit", self._draft_limit)
             limits.start()
         self.batch = PersistentBatch(config.max_batch_size, max_model_len, block_sizes)
-        # By KV group, lane, block and position in it.
+        # By KV group, lane, block and position in it; a state has position 0.
         self.kv: dict[tuple[int, int, int, int], Prefix] = {}
         # Slots whose rows the device knows.
         self.known_slots: set[int] = set()
@@ -116,14 +116,16 @@ class World:
     ) -> Iterator[tuple[int, tuple[int, int, int, int]]]:
         """Yield the places of these positions' KV, in every KV group with a window that has them.
 
-        The window is that of the token at `seen_from`.
+        The window is that of the token at `seen_from`. Of a state it is the token before.
         """
-        firsts = [max(seen_from + 1 - (g.spec.window or seen_from + 1), 0) for g in self.kv_groups]
+        windows = [2 if g.spec.kind == "state" else g.spec.window for g in self.kv_groups]
+        firsts = [max(seen_from + 1 - (window or seen_from + 1), 0) for window in windows]
         for position in positions:
             for i, (kv_group, table) in enumerate(zip(self.kv_groups, tables, strict=True)):
                 if position < firsts[i]:
                     continue
                 number, offset = divmod(position, kv_group.block_size)
+                offset = 0 if kv_group.spec.kind == "state" else offset
                 yield position, (i, lane, table[number], offset)
 
     def write(
@@ -476,7 +478,9 @@ class World:
                 if s.place.dp_group == group and s.place.block_ids
             ]
             for i, (kv_group, pool) in enumerate(zip(self.kv_groups, pools, strict=True)):
-                counts = Counter(b for block_ids in tables for b in block_ids[i] if b)
+                # A state is in several entries of a table.
+                ids = ({*t[i]} if kv_group.spec.kind == "state" else t[i] for t in tables)
+                counts = Counter(b for table in ids for b in table if b)
                 assert pool._ref_counts == [counts[b] for b in range(kv_group.num_blocks)]
         self._check_loads()
         for transfer in self.connector.transfers.values():

@@ -12,7 +12,7 @@ from replicas.config import SpeculativeConfig
 from replicas.engine.sequence import Phase
 from replicas.sampling.preparation import Prepared
 from replicas.sampling_params import StructuredOutputs
-from tests.kv_groups import one_kv_group
+from tests.kv_groups import one_kv_group, states_group
 from tests.replicas.engine.fakes import (
     EOS,
     make_config,
@@ -40,7 +40,7 @@ def prompts(draw, longest):
 
 
 @st.composite
-def worlds(draw, num_kv_groups=1, most_tokens=1, windows=_NO_WINDOW):
+def worlds(draw, num_kv_groups=1, most_tokens=1, windows=_NO_WINDOW, has_states=False):
     groups, slots, block_size = (draw(st.integers(1, n)) for n in (2, 3, 4))
     kv_groups = one_kv_group(draw(st.integers(4, 8)), block_size, window=draw(windows))
     room = kv_groups[0].num_usable_blocks * block_size
@@ -50,6 +50,8 @@ def worlds(draw, num_kv_groups=1, most_tokens=1, windows=_NO_WINDOW):
         other_blocks = max(2, room // other_size + draw(st.integers(-2, 3)))
         kv_groups += one_kv_group(1 + other_blocks, other_size, window=draw(windows))
     room = min(g.num_usable_blocks * g.block_size for g in kv_groups)
+    if has_states:
+        kv_groups += (states_group(draw(st.integers(2, 8)), draw(st.integers(1, 4))),)
     tokens_per_pass = min(draw(st.integers(min(most_tokens, 2), most_tokens)), room - 1)
     extent = draw(st.integers(tokens_per_pass, 2 * tokens_per_pass)) if most_tokens > 1 else 1
     max_model_len = draw(st.integers(max(room // 2, tokens_per_pass) + 1, room))
@@ -58,7 +60,7 @@ def worlds(draw, num_kv_groups=1, most_tokens=1, windows=_NO_WINDOW):
     least = max(groups * slots, chunk_alignment if chunked else max_model_len)
     mixed_batches = draw(st.booleans())
     num_partial = draw(st.sampled_from([1, 1, 2, 3])) if chunked else 1
-    can_draft = mixed_batches and tokens_per_pass == 1
+    can_draft = mixed_batches and tokens_per_pass == 1 and not has_states
     config = make_config(
         max_batch_size=groups * slots,
         tt_data_parallel=groups,
@@ -306,6 +308,28 @@ class WindowsMachine(SchedulerMachine):
         super().start(data.draw(worlds(data.draw(st.integers(1, 3)), windows=windows)))
 
 
+class StatesMachine(SchedulerMachine):
+    """The same for recurrent layers beside others, without transfers.
+
+    A state is that of all tokens before.
+    """
+
+    reserve = load = lend = None
+
+    @initialize(data=st.data())
+    def start(self, data):
+        windows = st.sampled_from([None, None, 3])
+        world = data.draw(worlds(data.draw(st.integers(1, 2)), windows=windows, has_states=True))
+        super().start(world)
+        kv = self.scheduler._kv
+        kv._checkpoint_tokens = kv.block_multiple * data.draw(st.integers(1, 4))
+
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def add(self, data, count):
+        for _ in range(count):
+            self._add_one(data, remote=None)
+
+
 class BlocksMachine(SchedulerMachine):
     """The same for a device that gives a row one or several tokens a pass, as it likes."""
 
@@ -323,5 +347,7 @@ TestTwoKVGroups = TwoKVGroupsMachine.TestCase
 TestTwoKVGroups.settings = SETTINGS
 TestWindows = WindowsMachine.TestCase
 TestWindows.settings = SETTINGS
+TestStates = StatesMachine.TestCase
+TestStates.settings = SETTINGS
 TestBlocks = BlocksMachine.TestCase
 TestBlocks.settings = SETTINGS

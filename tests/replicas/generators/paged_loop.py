@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from replicas.generators.protocol import FlatBatch
+from replicas.kv_groups import KVGroup, layers_by_spec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,9 +68,20 @@ class PagedLoop:
         self.slots_per_lane = slots_per_lane
         self.table_width = max_seq_len // block_size
         self.num_blocks = 1 + slots_per_lane * self.table_width
-        spec = config.kv_specs(str(dtype).removeprefix("torch."))[0]
+        by_spec = layers_by_spec(config.kv_specs(str(dtype).removeprefix("torch.")))
+        # All KV groups have the same table; each block of states is a checkpoint.
+        groups = [
+            KVGroup(layers=layers, spec=spec, block_size=block_size, num_blocks=self.num_blocks)
+            for spec, layers in by_spec
+        ]
+        self._num_groups, self._num_layers = len(groups), config.num_hidden_layers
+        spec = groups[0].spec
         shape = (self.num_blocks, spec.heads, block_size, spec.width)
-        self.cache = generator.allocate_kv_cache(shape, dtype, config.num_hidden_layers)
+        self.cache = (
+            generator.allocate_kv_cache(shape, dtype, config.num_hidden_layers)
+            if len(groups) == 1
+            else generator.allocate_kv_groups(groups, dtype)
+        )
         shuffle = random.Random(seed)
         self._free_blocks = [list(range(1, self.num_blocks)) for _ in range(num_lanes)]
         for free in self._free_blocks:
@@ -135,7 +147,7 @@ class PagedLoop:
             tokens[row, :end] = torch.tensor(sequence.token_ids[:end])
         logits = self.generator.prefill_forward(
             tokens=tokens,
-            page_table=self._page_table(sequences),
+            **self._tables(self._page_table(sequences)),
             kv_cache=self.cache,
             enable_trace=False,
             prompt_lens=torch.tensor(ends),
@@ -158,7 +170,7 @@ class PagedLoop:
             page_table[sequence.slot] = row
         logits = self.generator.decode_forward(
             tokens=tokens,
-            page_table=page_table,
+            **self._tables(page_table),
             kv_cache=self.cache,
             start_pos=start_pos,
             enable_trace=False,
@@ -197,15 +209,20 @@ class PagedLoop:
             request_indices=requests.astype(np.int32),
             input_ids=tokens.astype(np.int32),
             positions=positions,
-            slot_mapping=kv_slots[None],
+            slot_mapping=np.tile(kv_slots, (self._num_groups, 1)),
             query_start_loc=np.array(query_start_loc, dtype=np.int32),
             seq_lens=starts + np.array(scheduled, dtype=np.int32),
-            block_table=self._page_table(sequences).numpy()[None],
+            block_table=np.tile(self._page_table(sequences).numpy(), (self._num_groups, 1, 1)),
             dp_groups=np.array([s.lane for s in sequences], dtype=np.int32),
             logits_indices=(
                 np.arange(len(rows)) if every else np.array(query_start_loc[1:], dtype=np.int64) - 1
             ),
         )
+
+    def _tables(self, table: torch.Tensor) -> dict[str, Any]:
+        if self._num_groups == 1:
+            return {"page_table": table}
+        return {"page_table": table, "page_tables_per_layer": [table] * self._num_layers}
 
     def _page_table(self, sequences: Sequence[PagedSequence]) -> torch.Tensor:
         table = torch.zeros(len(sequences), self.table_width, dtype=torch.int32)

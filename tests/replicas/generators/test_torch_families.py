@@ -94,6 +94,16 @@ def test_layers_that_only_draft_tokens_are_not_read(tmp_path):
         make_generator(load_hf_config(folder))
 
 
+def test_tensors_of_drafting_layers_by_their_other_name_are_not_read(tmp_path):
+    """Checkpoints of Qwen3-Next have them."""
+    folder = tmp_path / "next"
+    shutil.copytree(model_folder("qwen3-next"), folder)
+    stored = load_file(folder / "model.safetensors")
+    stored["mtp.fc.weight"] = torch.zeros(2, 2)
+    save_file(stored, folder / "model.safetensors")
+    make_generator(load_hf_config(folder))
+
+
 def test_an_engine_with_long_sequences_takes_the_long_factors_of_longrope():
     """Transformers takes the short ones until a sequence is over the original length."""
     loop = paged_loop(TinyModel("phi4-long").config, max_seq_len=80)

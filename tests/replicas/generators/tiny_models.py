@@ -130,6 +130,14 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
             "original_max_position_embeddings": 64,
         },
     }),
+    "qwen3-next": ("Qwen3Next", {
+        "num_hidden_layers": 4, "full_attention_interval": 2, "num_key_value_heads": 2,
+        "head_dim": 32, "partial_rotary_factor": 0.25, "moe_intermediate_size": 48,
+        "num_experts": 6, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 80,
+        "mlp_only_layers": [1], "initializer_range": 0.1, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 20,
+        "max_position_embeddings": 4096,
+    }),
 }  # fmt: skip
 """More families and layers, held to float32 logits and tokens of transformers' classes."""
 

@@ -29,7 +29,11 @@ def parse(raw: RawConfig) -> ModelConfig:
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
     """Describe a layer."""
-    found = pre_norm_layer(config, index)
+    return with_shared_expert(config, pre_norm_layer(config, index), index)
+
+
+def with_shared_expert(config: ModelConfig, found: LayerSpec, index: int) -> LayerSpec:
+    """Return a layer with its experts, and the one that all tokens share, if it has any."""
     if index in config.mlp_layers:
         return found
     shared = mlp(config, config.shared_intermediate_size, _NAMES)
