@@ -166,10 +166,10 @@ class Ours:
         changes = None
         if self._processors.num_touched:
             changes = self._processors.prepare(self._rows)
-        tokens: list[int] = sample(
-            logits, self._columns, self._slots, self._numbers, None, changes
-        ).tolist()
+        drawn = sample(logits, self._columns, self._slots, self._numbers, None, changes)
+        tokens: list[int] = drawn.tolist()
         if changes is not None:
+            self._logprobs.read_model(logits, self._slots, self._slots, drawn)
             for slot, token_id in zip(self._slots.tolist(), tokens, strict=True):
                 self._processors.accept(slot, [token_id])
             self._logprobs.take()

@@ -743,6 +743,8 @@ class ModelRunner:
         ):
             numbers = uniforms[rows] if len(uniforms) else uniforms
             token_ids[rows] = sample(logits, columns, slots[rows], numbers, places[rows], changes)
+        if self._logprobs is not None:
+            self._logprobs.read_model(logits, places, slots, token_ids)
         return token_ids
 
     def _logprobs_of(self, slots: Int32Array) -> list[RowLogprobs]:

@@ -87,6 +87,7 @@ def penalise(
 def read_entries(
     kernels: KernelSet,
     logits: torch.Tensor,
+    places: Int64Array,
     given: list[list[int]],
     num_likeliest: list[int],
 ) -> Entries:
@@ -94,12 +95,13 @@ def read_entries(
 
     Args:
         kernels: See `find_kernels`.
-        logits: float32 (n, V).
+        logits: float32 or bfloat16 (N, V).
+        places: (n,) which of the N rows.
         given: (n,) tokens of each row.
         num_likeliest: (n,) number of likeliest tokens of each row, at most V.
 
     Raises:
-        ValueError: A token is outside of the vocabulary, or a number larger.
+        ValueError: A row or token is outside of the logits, or a number larger.
     """
     num_given = np.array([len(tokens) for tokens in given], dtype=np.int64)
     firsts = np.zeros(len(given) + 1, dtype=np.int64)
@@ -112,8 +114,11 @@ def read_entries(
     log_sums = np.empty(len(given), dtype=np.float64)
     call = LogprobsCall(
         Tasks(0, len(given)),
-        address(logits, torch.float32),
+        native.DTYPES[logits.dtype],
+        address(logits, logits.dtype),
+        len(logits),
         logits.shape[-1],
+        native.array_address(places),
         firsts.ctypes.data,
         num_given.ctypes.data,
         token_ids.ctypes.data,

@@ -1,8 +1,9 @@
 """Log probabilities of drawn tokens, and of the likeliest or given tokens beside them; of prompts.
 
-Logits are kept before or after the other processors, as the engine's `logprobs_mode` says, and read
-as soon as the row's token is drawn, while they are in the core's cache. Source: vLLM
-v1/sample/sampler.py `gather_logprobs`.
+The engine's `logprobs_mode` says whether logits are read before or after the other processors. The
+model's own are read once tokens are drawn. Others are kept while their row is changed, and read as
+soon as its token is drawn, while they are in the core's cache. Source: vLLM v1/sample/sampler.py
+`gather_logprobs`.
 
 Those of a prompt are read from its hidden states, in portions, because all its logits at once could
 take gigabytes. Source: vLLM v1/worker/gpu_model_runner.py `_get_prompt_logprobs_dict`.
@@ -13,7 +14,7 @@ Dimensions: n rows of logits that are changed together; V vocabulary.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     Float32Array = npt.NDArray[np.float32]
     Float64Array = npt.NDArray[np.float64]
     Int64Array = npt.NDArray[np.int64]
+    IntArray = npt.NDArray[np.integer[Any]]
 
 
 PORTION = 64
@@ -49,11 +51,19 @@ _NO_TOKENS = np.empty(0, dtype=np.int64)
 
 
 class _Asked(NamedTuple):
-    """A request's parameters, the number of likeliest tokens (-1: all), and given tokens."""
+    """What a request asks for.
+
+    Attributes:
+        sampling: Its parameters.
+        num_likeliest: Number of likeliest tokens; -1 is all.
+        token_ids: Given tokens.
+        of_model: Whether of the model's logits as they are, so that none need to be kept.
+    """
 
     sampling: SamplingParams
     num_likeliest: int
     token_ids: tuple[int, ...]
+    of_model: bool = True
 
 
 class Logprobs(SlotProcessor[_Asked]):
@@ -83,7 +93,8 @@ class Logprobs(SlotProcessor[_Asked]):
         sampling = row.sampling
         if sampling.logprobs is None and not sampling.logprob_token_ids:
             return None
-        return _Asked(sampling, sampling.logprobs or 0, sampling.logprob_token_ids)
+        of_model = self.mode.startswith("raw") and sampling.structured_outputs is None
+        return _Asked(sampling, sampling.logprobs or 0, sampling.logprob_token_ids, of_model)
 
     def needs_host(self, sampling: SamplingParams, can: DeviceAbilities) -> bool:
         """Return whether the device cannot report all that is asked.
@@ -101,10 +112,13 @@ class Logprobs(SlotProcessor[_Asked]):
         self._drawn, self._accepted = {}, {}
 
     def apply(self, logits: torch.Tensor, rows: LogitRows, indices: Int64Array) -> None:
-        """Keep the logits of the rows that ask for log probabilities until these are drawn."""
+        """Keep logits that differ from the model's until tokens are drawn."""
         self._rows = []
         for place, index, asked in self._touched(rows, indices):
-            self._rows.append((place, int(rows.slots[index]), asked))
+            if not asked.of_model:
+                self._rows.append((place, int(rows.slots[index]), asked))
+        if not self._rows:
+            return
         if len(self._kept) < len(self._rows) or self._kept.shape[1:] != logits.shape[1:]:
             self._kept = torch.empty_like(logits)
         for kept, (place, _, asked) in zip(self._kept, self._rows, strict=False):
@@ -118,7 +132,32 @@ class Logprobs(SlotProcessor[_Asked]):
             return
         places, slots, asked = zip(*self._rows, strict=True)
         tokens = [token_ids[place] for place in places]
-        found = self._read(self._kept[: len(tokens)], tokens, asked)
+        self._note(slots, self._read(self._kept, np.arange(len(tokens)), tokens, asked))
+
+    def read_model(
+        self, logits: torch.Tensor, places: IntArray, slots: IntArray, token_ids: Int64Array
+    ) -> None:
+        """Read the log probabilities that are those of the model's logits, once tokens are drawn.
+
+        Args:
+            logits: (N, V), as the model has given them.
+            places: (n,) row of each token.
+            slots: (n,) slot of each.
+            token_ids: (n,) the tokens; negative: there is none.
+        """
+        rows = [
+            (place, slot, token_id, asked)
+            for place, slot, token_id in zip(
+                places.tolist(), slots.tolist(), token_ids.tolist(), strict=True
+            )
+            if (asked := self._states.get(slot)) is not None and asked.of_model
+        ]
+        if rows:
+            of_rows, of_slots, tokens, wanted = zip(*rows, strict=True)
+            at = np.array(of_rows, dtype=np.int64)
+            self._note(of_slots, self._read(logits.contiguous(), at, tokens, wanted))
+
+    def _note(self, slots: Sequence[int], found: list[list[TokenLogprob]]) -> None:
         for slot, position in zip(slots, found, strict=True):
             self._drawn.setdefault(slot, []).append(position)
 
@@ -153,18 +192,24 @@ class Logprobs(SlotProcessor[_Asked]):
         for start in range(0, len(token_ids), PORTION):
             part = slice(start, start + PORTION)
             logits = compute_logits(hidden[part]).float().contiguous()
-            found += self._read(logits, token_ids[part], [asked] * len(logits))
+            places = np.arange(len(logits))
+            found += self._read(logits, places, token_ids[part], [asked] * len(logits))
             # Dropped before the next ones are computed.
             del logits
         return found
 
     def _read(
-        self, logits: torch.Tensor, token_ids: Sequence[int], asked: Sequence[_Asked]
+        self,
+        logits: torch.Tensor,
+        places: Int64Array,
+        token_ids: Sequence[int],
+        asked: Sequence[_Asked],
     ) -> list[list[TokenLogprob]]:
         """Return for each row its token, then the likeliest, or instead the given ones.
 
         Args:
-            logits: float32 (n, V), overwritten.
+            logits: (N, V), contiguous.
+            places: (n,) which of the N rows.
             token_ids: (n,) its token; negative: there is none, and nothing is returned for it.
             asked: (n,) what is asked of each row.
         """
@@ -176,10 +221,11 @@ class Logprobs(SlotProcessor[_Asked]):
             count = 0 if wanted.token_ids or not is_drawn else wanted.num_likeliest
             given.append([token_id, *wanted.token_ids] if is_drawn else [])
             num_likeliest.append(vocab if count == -1 else min(count, vocab))
-        if self._kernels is None:
-            found = _plain_entries(logits, given, num_likeliest)
+        if self._kernels is None or logits.dtype not in (torch.float32, torch.bfloat16):
+            copied = logits[torch.from_numpy(places)].float()
+            found = _plain_entries(copied, given, num_likeliest)
         else:
-            found = read_entries(self._kernels, logits, given, num_likeliest)
+            found = read_entries(self._kernels, logits, places, given, num_likeliest)
         counts = np.add([len(tokens) for tokens in given], num_likeliest)
         values = found.values.astype(np.float64)
         if not self.mode.endswith("logits"):

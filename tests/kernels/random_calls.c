@@ -451,9 +451,14 @@ static void call_logprobs(const kernel_set *kernels) {
     entries += given[row] + draw(draw(2) ? 1 : vocabulary + 1);
     firsts[row + 1] = entries;
   }
+  const int64_t logit_rows = 1 + draw(4);
+  int64_t *places = indices(rows, logit_rows);
   logprobs_call call = {
       .tasks.count = rows,
-      .logits = numbers(KERNEL_FLOAT32, rows * vocabulary),
+      .dtype = draw(2),
+      .logits = numbers(KERNEL_FLOAT32, logit_rows * vocabulary),
+      .num_logit_rows = logit_rows,
+      .places = places,
       .vocabulary = vocabulary,
       .firsts = firsts,
       .num_given = given,
@@ -464,9 +469,14 @@ static void call_logprobs(const kernel_set *kernels) {
   };
   static const float special[] = {NAN, INFINITY, -INFINITY};
   float *logits = (float *)call.logits;
-  const int64_t among = 1 + draw(50);
-  for (int64_t i = 0; i < rows * vocabulary && among < 40; i++)
+  const int64_t among = 1 + draw(50), num_logits = logit_rows * vocabulary;
+  for (int64_t i = 0; i < num_logits && among < 40; i++)
     if (!draw(among)) logits[i] = special[draw(3)];
+  if (call.dtype == KERNEL_BFLOAT16) {
+    char *narrow = array(num_logits * 2);
+    for (int64_t i = 0; i < num_logits; i++) memcpy(narrow + 2 * i, (char *)&logits[i] + 2, 2);
+    call.logits = narrow;
+  }
   require(kernels_check_logprobs(&call) == KERNEL_OK, "a right call of log probabilities is taken");
   kernels->logprobs(&call);
   for (int64_t i = 0; i < entries; i++)
@@ -477,7 +487,8 @@ static void call_logprobs(const kernel_set *kernels) {
     require(kernels_check_logprobs(&call) == KERNEL_BAD_INDEX, "a wrong token is seen");
   }
   static const int64_t wrong[] = {-1, INT64_MIN, INT64_MAX};
-  *(draw(2) ? &firsts[row + 1] : &given[row]) = pick(wrong, 3);
+  int64_t *const all[] = {&firsts[row + 1], &given[row], &places[row]};
+  *all[draw(3)] = pick(wrong, 3);
   require(kernels_check_logprobs(&call) != KERNEL_OK, "a wrong size is seen");
 }
 

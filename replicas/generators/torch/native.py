@@ -291,8 +291,11 @@ class LogprobsCall(Structure):
 
     _fields_ = [
         ("tasks", Tasks),
+        ("dtype", c_int64),
         ("logits", c_void_p),
+        ("num_logit_rows", c_int64),
         ("vocabulary", c_int64),
+        ("places", c_void_p),
         ("firsts", c_void_p),
         ("num_given", c_void_p),
         ("tokens", c_void_p),

@@ -50,7 +50,13 @@ def test_entries_are_those_of_a_sort_in_float64(kernels, data):
     tokens = st.lists(st.integers(0, vocab - 1), max_size=3)
     named = [data.draw(tokens) for _ in logits]
     counts = [min(vocab, data.draw(st.sampled_from([0, 1, 5, 20, 1000]))) for _ in logits]
-    found = read_entries(kernels, torch.from_numpy(logits), named, counts)
+    tensor = torch.from_numpy(logits)
+    if data.draw(st.booleans()):
+        tensor = tensor.bfloat16()
+        logits = tensor.float().numpy()
+    places = np.array(data.draw(st.permutations(range(len(logits)))))
+    logits = logits[places]
+    found = read_entries(kernels, tensor, places, named, counts)
     log_sums = torch.from_numpy(logits).double().logsumexp(-1)
     # No distribution: all logits are minus infinity.
     log_sums[torch.isneginf(log_sums)] = torch.nan
@@ -90,6 +96,8 @@ def test_tokens_outside_of_the_vocabulary_are_errors(kernels):
         with pytest.raises(ValueError, match="index outside"):
             penalise(kernels, row, np.array([token_id]), penalties, 1.0)
         with pytest.raises(ValueError, match="index outside"):
-            read_entries(kernels, row[None], [[0, token_id]], [0])
+            read_entries(kernels, row[None], np.array([0]), [[0, token_id]], [0])
+    with pytest.raises(ValueError, match="index outside"):
+        read_entries(kernels, row[None], np.array([1]), [[0]], [0])
     with pytest.raises(ValueError, match="sizes that contradict"):
-        read_entries(kernels, row[None], [[]], [9])
+        read_entries(kernels, row[None], np.array([0]), [[]], [9])

@@ -234,13 +234,15 @@ int64_t kernels_check_penalties(const penalties_call *call) {
 }
 
 int64_t kernels_check_logprobs(const logprobs_call *call) {
-  const int64_t sizes[] = {call->vocabulary}, rows = call->tasks.count;
+  const int64_t sizes[] = {call->vocabulary, call->num_logit_rows}, rows = call->tasks.count;
+  if (call->dtype != KERNEL_FLOAT32 && call->dtype != KERNEL_BFLOAT16) return KERNEL_UNSUPPORTED;
   if (rows == 0) return KERNEL_OK;
-  if (!are_sizes(sizes, 1) || rows < 0 || rows > MOST) return KERNEL_BAD_SIZE;
-  if (!call->logits || !call->firsts || !call->num_given || !call->tokens || !call->values ||
+  if (!are_sizes(sizes, 2) || rows < 0 || rows > MOST) return KERNEL_BAD_SIZE;
+  if (!call->logits || !call->places || !call->firsts || !call->num_given || !call->tokens || !call->values ||
       !call->ranks || !call->log_sums)
     return KERNEL_NULL;
-  if (call->firsts[0] != 0) return KERNEL_BAD_INDEX;
+  if (call->firsts[0] != 0 || !are_within(call->places, rows, 0, call->num_logit_rows))
+    return KERNEL_BAD_INDEX;
   for (int64_t row = 0; row < rows; row++) {
     const int64_t first = call->firsts[row], given = call->num_given[row];
     const int64_t count = call->firsts[row + 1] < first ? -1 : call->firsts[row + 1] - first;

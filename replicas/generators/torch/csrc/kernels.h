@@ -245,8 +245,11 @@ typedef struct penalties_call {
 // rank is the number of tokens that are at least as likely. A task is a row.
 typedef struct logprobs_call {
   kernel_tasks tasks;
-  const float *logits;       // (rows, vocabulary)
+  int64_t dtype;             // of the logits: float32 or bfloat16
+  const void *logits;        // (logit rows, vocabulary)
+  int64_t num_logit_rows;
   int64_t vocabulary;
+  const int64_t *places;     // (rows,), which of the logit rows
   const int64_t *firsts;     // (rows + 1,), first entry of each row, and the number of entries
   const int64_t *num_given;  // (rows,), tokens that are given
   int64_t *tokens;           // (entries,), those of likeliest ones are written

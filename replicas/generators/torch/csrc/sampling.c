@@ -96,27 +96,41 @@ INLINE float sum_of_powers(const float *x, float greatest) {
   return sum_floats(sum);
 }
 
+// Return a logit, or those of a whole block, which are copied unless they lie so already.
+INLINE float load_logit(const logprobs_call *call, int64_t at) {
+  return call->dtype == KERNEL_FLOAT32 ? ((const float *)call->logits)[at]
+                                       : widen_bfloat16(((const bf16 *)call->logits)[at]);
+}
+
+INLINE const float *load_block(const logprobs_call *call, int64_t at, int64_t size, float *copy) {
+  const bf16 *narrow = (const bf16 *)call->logits + at;
+  if (size < BLOCK) {
+    for (int64_t i = 0; i < BLOCK; i++) copy[i] = i < size ? load_logit(call, at + i) : -INFINITY;
+  } else if (call->dtype == KERNEL_FLOAT32) {
+    return (const float *)call->logits + at;
+  } else {
+    for (int i = 0; i < BLOCK; i += FLOATS) store_float32(copy + i, load_bfloat16(narrow + i));
+  }
+  return copy;
+}
+
 static void read_row(const logprobs_call *call, int64_t row) {
-  const float *logits = call->logits + row * call->vocabulary;
+  const int64_t begin = call->places[row] * call->vocabulary;
   const int64_t first = call->firsts[row], num_given = call->num_given[row];
   const int64_t room = call->firsts[row + 1] - first - num_given;
   float *values = call->values + first;
   int64_t *ranks = call->ranks + first, *tokens = call->tokens + first;
   likeliest best = {values + num_given, tokens + num_given, 0};
   for (int64_t i = 0; i < num_given; i++) {
-    values[i] = logits[tokens[i]];
+    values[i] = load_logit(call, begin + tokens[i]);
     ranks[i] = 0;
   }
   float greatest = -INFINITY;
   double sum = 0.;
   for (int64_t start = 0; start < call->vocabulary; start += BLOCK) {
-    const float *x = logits + start;
     const int64_t left = call->vocabulary - start, size = left < BLOCK ? left : BLOCK;
-    ALIGNED float padded[BLOCK];
-    if (size < BLOCK) {
-      for (int64_t i = 0; i < BLOCK; i++) padded[i] = i < size ? x[i] : -INFINITY;
-      x = padded;
-    }
+    ALIGNED float copy[BLOCK];
+    const float *x = load_block(call, begin + start, size, copy);
     const float of_block = greatest_of(x);
     for (int64_t i = 0; i < num_given; i++) {
       if (!(of_block >= values[i])) continue;
