@@ -214,3 +214,34 @@ def test_a_pool_gives_the_last_window_of_a_prompt(pooled, local, budget):
     end = len(longer) // UNIT * UNIT
     assert received(second.node) == num_rows(0, end) * row_bytes(second.node)
     assert second.generate([LONG[:150]]) == first_tokens(local, LONG[:150])
+
+
+def test_a_pool_gives_a_part_of_the_window_and_the_prefill_engine_the_rest(pooled, local):
+    """The pool has 128 tokens of 200: the window of 70 begins in them."""
+    pooled().generate([LONG[:130]])
+    settings = test_pooled_core.config("windows", "multi", keys=KEYS, num_blocks=60)
+    pair = Pair(settings, settings)
+    try:
+        [output] = pair.generate([LONG], [GREEDY])
+        assert [output] == local(LONG)
+        assert pair.failures == {}
+        paths = pair.decode.core.metrics(0.0).transfer.paths
+        # The window of the pool's last token begins in the second of its four rows.
+        assert paths["pool"].bytes_received == num_rows(0, 128) * row_bytes(pair.decode)
+        assert paths["shared"].bytes_received == 3 * row_bytes(pair.decode)
+    finally:
+        pair.close()
+
+
+def test_units_behind_a_window_that_was_hit_are_not_saved(pooled, local):
+    """Their blocks are not the sequence's: the pool must not get what is in others."""
+    first = pooled()
+    first.generate([LONG])
+    SHELVES["windows"].values.clear()
+    longer = [*LONG, *range(2, 30)]
+    assert first.generate([longer]) == first_tokens(local, longer)
+    assert list(first.num_cached.values()) == [192]
+    # The window begins at 122: of the units before 192 one is whole.
+    assert len(SHELVES["windows"].values) == 1
+    short = LONG[:70]
+    assert pooled().generate([short]) == first_tokens(local, short)
