@@ -42,6 +42,8 @@ from replicas.sampling_params import GREEDY_EPS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import numpy.typing as npt
+
     from kv_transfer.connector import (
         ConnectorMeta,
         ConnectorSettings,
@@ -214,7 +216,9 @@ class VirtualWorker:
         # The passes that `plan_turns` has planned last.
         self._planned: list[_Planned] = []
         self._connector: P2PConnectorWorker | None = None
-        self._cache: PagedKVCache | None = None
+        # Of each KV group, if KV is modelled: first that of all tokens, then those of windows.
+        self._caches: list[PagedKVCache] = []
+        self._windows: list[int] = []
         self._next_token: NextToken | None = None
         self._max_model_len = 0
         self._chances = chances
@@ -236,17 +240,24 @@ class VirtualWorker:
         self, kv_groups: Sequence[KVGroup], max_model_len: int
     ) -> tuple[tuple[str, ...], tuple[KVLayout, ...]] | None:
         """Make the KV rows, if modelled, and the connector; return as `Worker` does."""
-        config, [group] = self._config, kv_groups
+        config, (group, *others) = self._config, kv_groups
         self._max_model_len = max_model_len
+        windows = [other.spec.window for other in others]
+        self._windows = [window for window in windows if window is not None]
+        assert len(self._windows) == len(others), "a second group without a window"
+        assert config.kv_connector is None or not others, "a transfer of several groups"
         if self._models_kv:
-            self._cache = PagedKVCache(config.tt_data_parallel, group.num_blocks, group.block_size)
+            self._caches = [
+                PagedKVCache(config.tt_data_parallel, each.num_blocks, each.block_size)
+                for each in kv_groups
+            ]
             self._next_token = NextToken(self._facts.vocab_size, self._facts.eos_token_ids)
         if config.kv_connector is None:
             return None
         layout = simulated_kv_layout(group.block_size, "virtual")
         self._connector = P2PConnectorWorker(self._settings, self._notify, self._make_transport)
         # Without KV rows one block stands for all blocks.
-        cache = self._cache or PagedKVCache(1, 2, group.block_size)
+        cache = self._caches[0] if self._caches else PagedKVCache(1, 2, group.block_size)
         io = SimulatedKVIO(cache, layout, self._timing, self._clock, keeps_rows=self._models_kv)
         self._connector.register_kv_caches((io,))
         return self._connector.endpoints, (layout,)
@@ -380,10 +391,10 @@ class VirtualWorker:
 
     def _has_block(self, row: _Row) -> bool:
         """Return whether a decoding row has a block for its last token."""
-        if self._cache is None:
+        if not self._caches:
             return row.num_tokens < self._max_model_len
-        [block_ids] = row.block_ids
-        return row.num_computed < len(block_ids) * self._cache.block_size
+        tables = zip(self._caches, row.block_ids, strict=True)
+        return all(row.num_computed < len(ids) * cache.block_size for cache, ids in tables)
 
     def collect_step(self) -> StepResult:
         """Return the result of the oldest step, and add the wait for it to the clock."""
@@ -449,7 +460,7 @@ class VirtualWorker:
         self._timeline.rewind(last.free_s, last.busy_s)
         begun = self._begun.popleft()
         batch, runs = begun.batch, begun.runs
-        if self._cache is not None:
+        if self._caches:
             for _ in planned[1:]:
                 for run, more in zip(runs, self._advance(batch), strict=True):
                     run.extend(more)
@@ -501,12 +512,8 @@ class VirtualWorker:
             if row.num_computed + count > row.num_tokens:
                 runs.append(self._verify(row, row.num_computed + count - row.num_tokens))
                 continue
-            if self._cache is not None:
-                start = row.num_computed
-                [block_ids] = row.block_ids
-                self._cache.write_tokens(
-                    row.lane, block_ids, row.tokens[start : start + count], start
-                )
+            start = row.num_computed
+            self._write(row, row.tokens[start : start + count], start)
             row.num_computed += count
             runs.append([])
             if row.num_computed == row.num_tokens:
@@ -521,21 +528,19 @@ class VirtualWorker:
         """Compute a decoding row's last token and its first drafts; return its new tokens."""
         drafts = row.drafts[:num_drafts]
         assert len(drafts) == num_drafts, f"{num_drafts} drafts to verify, of {len(row.drafts)}"
-        if self._cache is None:
+        if not self._caches:
             drawn = self._tokens_of_request(row, 1 + num_drafts)
         else:
             start = row.num_computed
-            [block_ids] = row.block_ids
-            token_ids = [*row.tokens[start:], *drafts]
-            self._cache.write_tokens(row.lane, block_ids, token_ids, start)
+            self._write(row, [*row.tokens[start:], *drafts], start)
             ends = [row.num_tokens + i for i in range(1 + num_drafts)]
-            drawn = self._tokens_of_context(self._cache, [row] * len(ends), ends)
+            drawn = self._tokens_of_context([row] * len(ends), ends)
         positions = np.array([len(drawn)])
         [count] = accepted_runs(np.array(drawn), np.array([*drafts, -1]), positions)
         run = drawn[:count]
         row.num_tokens += len(run)
         row.num_computed = row.num_tokens - 1
-        if self._cache is not None:
+        if self._caches:
             row.tokens += run
         return run
 
@@ -549,7 +554,7 @@ class VirtualWorker:
 
     def _drafts(self, row: _Row, count: int) -> list[int]:
         facts = self._facts
-        if self._cache is None:
+        if not self._caches:
             right = self._tokens_of_request(row, count)
         else:
             right = expected_tokens(
@@ -561,12 +566,12 @@ class VirtualWorker:
     def _sample(self, rows: Sequence[_Row]) -> list[int]:
         tokens = (
             [self._tokens_of_request(row, 1)[0] for row in rows]
-            if self._cache is None
-            else self._tokens_of_context(self._cache, rows, [row.num_tokens for row in rows])
+            if not self._caches
+            else self._tokens_of_context(rows, [row.num_tokens for row in rows])
         )
         for row, token_id in zip(rows, tokens, strict=True):
             row.num_tokens += 1
-            if self._cache is not None:
+            if self._caches:
                 row.tokens.append(token_id)
         return tokens
 
@@ -576,20 +581,24 @@ class VirtualWorker:
         first = row.seed + (row.num_tokens - row.num_prompt)
         return [_FIRST_TOKEN + (i * 0x9E3779B1 >> 7) % span for i in range(first, first + count)]
 
-    def _tokens_of_context(
-        self, cache: PagedKVCache, rows: Sequence[_Row], num_tokens: Sequence[int]
-    ) -> list[int]:
-        """Return the token after so many tokens of each row."""
-        width = max(len(row.block_ids[0]) for row in rows)
-        tables = np.zeros((len(rows), width), dtype=np.int64)
-        for i, row in enumerate(rows):
-            [block_ids] = row.block_ids
-            tables[i, : len(block_ids)] = block_ids
-        sums = cache.context_sums(
-            np.array([row.lane for row in rows]),
-            tables,
-            np.array(num_tokens),
-        )
+    def _write(self, row: _Row, token_ids: Sequence[int], start: int) -> None:
+        """Write the KV of a row's tokens from a position on, in every KV group."""
+        for cache, block_ids in zip(self._caches, row.block_ids, strict=False):
+            cache.write_tokens(row.lane, block_ids, token_ids, start)
+
+    def _tokens_of_context(self, rows: Sequence[_Row], num_tokens: Sequence[int]) -> list[int]:
+        """Return the token after so many tokens of each row.
+
+        It is that of a model with one KV group as long as windows hold the same rows as the first
+        group, so that `expected_tokens` needs not know of them.
+        """
+        lanes, ends = np.array([row.lane for row in rows]), np.array(num_tokens)
+        first = self._caches[0]
+        tables = [_tables([row.block_ids[i] for row in rows]) for i in range(len(self._caches))]
+        sums = first.context_sums(lanes, tables[0], ends)
+        for window, cache, table in zip(self._windows, self._caches[1:], tables[1:], strict=True):
+            sums += cache.window_sums(lanes, table, ends, window)
+            sums -= first.window_sums(lanes, tables[0], ends, window)
         sums += np.array([row.salt for row in rows])
         assert self._next_token is not None
         tokens: list[int] = self._next_token(sums).tolist()
@@ -599,3 +608,11 @@ class VirtualWorker:
         row = self._rows[slot]
         assert row is not None, f"slot {slot} is empty"
         return row
+
+
+def _tables(block_ids: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
+    """Return block tables as an array, padded with the null block."""
+    tables = np.zeros((len(block_ids), max(map(len, block_ids))), dtype=np.int64)
+    for row, ids in zip(tables, block_ids, strict=True):
+        row[: len(ids)] = ids
+    return tables

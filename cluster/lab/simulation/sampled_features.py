@@ -25,6 +25,8 @@ _PRIORITIES_SHARE = 0.25
 _FAILED_ROWS_SHARE = 0.15
 _LONG_PROMPTS_SHARE = 0.25
 _PAUSES_SHARE = 0.15
+_WINDOWS_SHARE = 0.25
+_WINDOW_TOKENS = (1, 16, 31, 40, 100)
 _NUM_CHOICES = (2, 2, 3, 4)
 _MANY_CHOICES = 5
 """More than any replica has slots in a lane."""
@@ -53,10 +55,21 @@ def with_features(scenario: Scenario, rng: np.random.Generator) -> Scenario:
         (_FAILED_ROWS_SHARE, _with_failed_rows),
         (_LONG_PROMPTS_SHARE, _with_limits_of_long_prompts),
         (_PAUSES_SHARE, _with_pauses),
+        (_WINDOWS_SHARE, _with_windows),
     ):
         if rng.random() < share:
             scenario = change(scenario, rng)
     return scenario
+
+
+def _with_windows(scenario: Scenario, rng: np.random.Generator) -> Scenario:
+    """Let some layers of engines without a connector see a window."""
+    window = int(rng.choice(_WINDOW_TOKENS))
+    pools = tuple(
+        msgspec.structs.replace(pool, window=window) if pool.role == "both" else pool
+        for pool in scenario.pools
+    )
+    return msgspec.structs.replace(scenario, pools=pools)
 
 
 def _with_choices(scenario: Scenario, rng: np.random.Generator) -> Scenario:

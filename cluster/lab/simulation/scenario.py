@@ -68,6 +68,8 @@ class ScenarioPool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         long_prompt_tokens: `EngineConfig.long_prefill_token_threshold`. Needs `chunked`.
         max_partial_prompts: `EngineConfig.max_num_partial_prefills`.
         max_long_prompts: `EngineConfig.max_long_partial_prefills`.
+        window: Tokens that some of the model's layers see; 0: all layers see all tokens. Only of
+            role both, which has no connector.
     """
 
     role: Literal["prefill", "decode", "both"]
@@ -95,6 +97,7 @@ class ScenarioPool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     long_prompt_tokens: int = 0
     max_partial_prompts: int = 1
     max_long_prompts: int = 1
+    window: int = 0
 
 
 class ScenarioRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -320,7 +323,7 @@ def _pool_spec(pool: ScenarioPool, scenario: Scenario) -> PoolSpec:
         max_position_embeddings=4096,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=list(EOS_TOKEN_IDS),
-        kv_groups=(group,),
+        kv_groups=(group, *_windows(group, pool.window)),
         supports_mixed_batch=True,
         supports_chunked_prefill=True,
         supports_prefix_caching=True,
@@ -337,6 +340,14 @@ def _pool_spec(pool: ScenarioPool, scenario: Scenario) -> PoolSpec:
         pool.drain_timeout_s,
         Chances(pool.right_drafts, pool.slow_grammars, pool.bad_grammars, pool.failed_rows),
     )
+
+
+def _windows(group: KVGroup, window: int) -> list[KVGroup]:
+    """Return the KV groups beside that of all tokens, with as many blocks."""
+    if not window:
+        return []
+    spec = msgspec.structs.replace(group.spec, kind="window", window=window)
+    return [msgspec.structs.replace(group, layers=(1,), spec=spec)]
 
 
 def _describe(error: BaseException) -> str:

@@ -163,6 +163,25 @@ class PagedKVCache:
         total[partial] += last.sum(axis=(1, 2), dtype=np.uint64)
         return total
 
+    def window_sums(
+        self,
+        lanes: Int64Array,
+        tables: npt.NDArray[np.integer],
+        num_tokens: npt.NDArray[np.integer],
+        window: int,
+    ) -> UInt64Array:
+        """Sum K + V over the last `window` of the first `num_tokens` rows of each of R sequences.
+
+        Arguments and result as those of `context_sums`; reads no block behind the window.
+        """
+        positions = np.asarray(num_tokens)[:, None] - 1 - np.arange(window)
+        seen = np.maximum(positions, 0)
+        blocks = np.take_along_axis(tables, seen // self.block_size, axis=1)
+        rows = self.rows[lanes[:, None], blocks, seen % self.block_size]
+        rows[positions < 0] = 0
+        total: UInt64Array = rows.sum(axis=(1, 2), dtype=np.uint64)
+        return total
+
     def read_blocks(self, lane: int, block_ids: Sequence[int]) -> UInt64Array:
         """Copy blocks out: uint64 (n, block_size, 2)."""
         rows: UInt64Array = self.rows[lane, np.asarray(block_ids, np.int64)]

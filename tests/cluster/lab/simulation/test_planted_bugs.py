@@ -47,6 +47,7 @@ from replicas.engine.pause import Pause
 from replicas.engine.preparations import Preparations
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.step_plan import StepPlan
+from replicas.kv_groups import KVGroup
 from replicas.launch import HangWatch
 from replicas.messages import NO_ALLOWED_TOKEN, Accepted, Activate, TokenOutput
 from replicas.streams import StreamTable
@@ -381,6 +382,11 @@ def grammar_is_dropped_while_it_is_used(remove, self, seq):
 @plant(Preparations, "end")
 def late_grammar_is_waited_for(end, self, results, _now_s):
     return end(self, results, float("-inf"))
+
+
+@plant(KVGroup, "first_block_seen", seed=125)
+def block_that_a_window_still_sees_is_freed(first_block_seen, self, position):
+    return first_block_seen(self, position + 1)
 
 
 DOES_NOTHING = {

@@ -98,6 +98,18 @@ def test_sums_of_blocks_stay_those_of_the_rows():
             assert total[0] == cache.rows[of_lane, 1:].sum(dtype=np.uint64)
 
 
+@pytest.mark.parametrize(("length", "window"), [(11, 1), (11, 4), (11, 6), (3, 8)])
+def test_a_sum_of_a_window_reads_no_row_behind_it(length, window):
+    cache, table, lane = PagedKVCache(2, 5, BLOCK), [4, 1, 3], 1
+    cache.write_tokens(lane, table, range(length), 0)
+    wanted = cache.rows[lane, table].reshape(-1, 2)[max(length - window, 0) : length]
+    behind = max(length - window, 0) // BLOCK
+    tables = np.array([[0] * behind + table[behind:]])
+    cache.rows[lane, 0] = 1
+    found = cache.window_sums(np.array([lane]), tables, np.array([length]), window)
+    assert found[0] == wanted.sum(dtype=np.uint64)
+
+
 def test_reading_blocks_gives_a_copy():
     cache = PagedKVCache(1, 3, BLOCK)
     cache.read_blocks(0, [1])[:] = 9
