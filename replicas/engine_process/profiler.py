@@ -32,7 +32,7 @@ class Profiler:
 
     def __init__(self, thread_id: int) -> None:
         self._thread_id = thread_id
-        self._sampler: threading.Thread | None = None
+        self._is_busy = False
 
     def start(self, seconds: float, on_end: Callable[[str], None]) -> str | None:
         """Start a profile, and return at once.
@@ -47,18 +47,23 @@ class Profiler:
         """
         if not 0.0 < seconds <= MAX_SECONDS:
             return f"a profile has up to {MAX_SECONDS:g} seconds"
-        if self._sampler is not None and self._sampler.is_alive():
+        if self._is_busy:
             return "a profile is being made"
-        self._sampler = threading.Thread(
-            target=lambda: on_end(self._sample(seconds)), name="profiler", daemon=True
-        )
-        self._sampler.start()
+        self._is_busy = True
+
+        def run() -> None:
+            profile = self._sample(seconds)
+            # First, because the client may ask for the next one at once.
+            self._is_busy = False
+            on_end(profile)
+
+        threading.Thread(target=run, name="profiler", daemon=True).start()
         return None
 
     def _sample(self, seconds: float) -> str:
         stacks: Counter[str] = Counter()
         end_s = time.monotonic() + seconds
-        while time.monotonic() < end_s:
+        while not stacks or time.monotonic() < end_s:
             frame = sys._current_frames().get(self._thread_id)  # noqa: SLF001 - the only way
             if frame is not None:
                 stacks[_folded(frame)] += 1
