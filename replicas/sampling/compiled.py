@@ -10,13 +10,13 @@ import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
 from replicas.generators.torch import native
-from replicas.generators.torch.native import LogprobsCall, PenaltiesCall, Tasks, address, require
+from replicas.generators.torch.native import LogprobsCall, Tasks, address, require
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+    import torch
 
     from replicas.generators.torch.native import KernelSet
 
@@ -48,40 +48,8 @@ def find_kernels() -> KernelSet | None:
     try:
         return native.kernel_set()
     except native.NativeError as error:
-        logger.info("penalties and log probabilities are computed without C kernels: %s", error)
+        logger.info("log probabilities are computed without C kernels: %s", error)
         return None
-
-
-def penalise(
-    kernels: KernelSet,
-    logits: torch.Tensor,
-    token_ids: Int64Array,
-    penalties: Float32Array,
-    repetition: float,
-) -> None:
-    """Penalise tokens of a row of logits, float32 (V,), in place.
-
-    Args:
-        kernels: See `find_kernels`.
-        logits: The row.
-        token_ids: (n,) the tokens, each once.
-        penalties: (n,) what each loses after the repetition penalty.
-        repetition: Divides positive logits, and multiplies others.
-
-    Raises:
-        ValueError: A token is outside of the vocabulary.
-    """
-    call = PenaltiesCall(
-        Tasks(0, 1),
-        address(logits, torch.float32),
-        len(logits),
-        token_ids.ctypes.data,
-        penalties.ctypes.data,
-        len(token_ids),
-        repetition,
-    )
-    require(kernels.library.check_penalties(ctypes.byref(call)), "a row with penalties")
-    kernels.penalties(call)
 
 
 def read_entries(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from replicas.sampling.compiled import find_kernels, penalise
 from replicas.sampling.processor import SlotProcessor
 
 if TYPE_CHECKING:
@@ -34,10 +33,6 @@ class Penalties(SlotProcessor["_Penalised"]):
     logits of these tokens are read and written.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._kernels = find_kernels()
-
     def state_of(self, row: SampledRow) -> _Penalised | None:
         """Return the state of a row; None if it has no penalty."""
         sampling = row.sampling
@@ -55,31 +50,21 @@ class Penalties(SlotProcessor["_Penalised"]):
 
     def apply(self, logits: torch.Tensor, rows: LogitRows, indices: Int64Array) -> None:
         """Penalise the tokens that each row has already, in float32 (n, V)."""
+        values = logits.numpy()
         for place, index, state in self._touched(rows, indices):
             token_ids, penalties = state.tokens(rows.drafts[index] if rows.drafts else ())
-            if self._kernels is None:
-                _penalise(logits[place].numpy(), token_ids, penalties, state.repetition)
-            else:
-                penalise(
-                    self._kernels, logits[place], token_ids, penalties, float(state.repetition)
-                )
+            row = values[place]
+            found, factor = row.take(token_ids), state.repetition
+            if factor != 1.0:
+                # A factor below 1 rewards: the greater of the two for a positive logit.
+                least_or_greatest = np.minimum if factor > 1.0 else np.maximum
+                found = least_or_greatest(found / factor, found * factor)
+            found -= penalties
+            row[token_ids] = found
 
     def accept(self, slot: int, token_ids: Sequence[int]) -> None:
         """Count the tokens that a row has got."""
         self._states[slot].count(token_ids)
-
-
-def _penalise(
-    row: Float32Array, token_ids: Int64Array, penalties: Float32Array, factor: np.float32
-) -> None:
-    """Do the same as `penalise`, without kernels."""
-    found = row.take(token_ids)
-    if factor != 1.0:
-        # A factor below 1 rewards: the greater of the two for a positive logit.
-        least_or_greatest = np.minimum if factor > 1.0 else np.maximum
-        found = least_or_greatest(found / factor, found * factor)
-    found -= penalties
-    row[token_ids] = found
 
 
 class _Penalised:

@@ -426,24 +426,6 @@ static void call_layers(const kernel_set *kernels, int has_tiles) {
   }
 }
 
-static void call_penalties(const kernel_set *kernels) {
-  const int64_t vocabulary = 1 + draw(600), num_tokens = draw(vocabulary + 1);
-  penalties_call call = {
-      .tasks.count = 1,
-      .logits = numbers(KERNEL_FLOAT32, vocabulary),
-      .vocabulary = vocabulary,
-      .tokens = indices(num_tokens, vocabulary),
-      .penalties = numbers(KERNEL_FLOAT32, num_tokens),
-      .num_tokens = num_tokens,
-      .repetition = 0.5 + (double)draw(3) / 2,
-  };
-  require(kernels_check_penalties(&call) == KERNEL_OK, "a right call of penalties is taken");
-  kernels->penalties(&call);
-  if (!num_tokens) return;
-  ((int64_t *)call.tokens)[draw(num_tokens)] = draw(2) ? -1 : vocabulary;
-  require(kernels_check_penalties(&call) == KERNEL_BAD_INDEX, "a wrong token is seen");
-}
-
 static void call_logprobs(const kernel_set *kernels) {
   const int64_t rows = 1 + draw(4), vocabulary = 1 + draw(draw(2) ? 300 : 1500);
   int64_t *firsts = indices(rows + 1, 1), *given = indices(rows, 4), entries = 0;
@@ -511,8 +493,6 @@ int main(int count, char **arguments) {
         call_rope(kernels);
         free_arrays();
         call_product(kernels, has_tiles);
-        free_arrays();
-        call_penalties(kernels);
         free_arrays();
         call_logprobs(kernels);
         free_arrays();

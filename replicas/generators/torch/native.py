@@ -272,20 +272,6 @@ class WeightLayersCall(Structure):
     ]
 
 
-class PenaltiesCall(Structure):
-    """Penalties on the logits of a row's tokens."""
-
-    _fields_ = [
-        ("tasks", Tasks),
-        ("logits", c_void_p),
-        ("vocabulary", c_int64),
-        ("tokens", c_void_p),
-        ("penalties", c_void_p),
-        ("num_tokens", c_int64),
-        ("repetition", c_double),
-    ]
-
-
 class LogprobsCall(Structure):
     """Logits and ranks of tokens of rows, and what makes log probabilities of logits."""
 
@@ -315,7 +301,6 @@ class _KernelSet(Structure):
         ("product", c_void_p),
         ("token_layers", c_void_p),
         ("weight_layers", c_void_p),
-        ("penalties", c_void_p),
         ("logprobs", c_void_p),
     ]
 
@@ -340,7 +325,6 @@ _MIRRORS: dict[str, type[Structure]] = {
     "layers_pass": LayersPass,
     "token_layers_call": TokenLayersCall,
     "weight_layers_call": WeightLayersCall,
-    "penalties_call": PenaltiesCall,
     "logprobs_call": LogprobsCall,
     "kernel_set": _KernelSet,
 }
@@ -374,7 +358,7 @@ _HOW = "run `python -m replicas.generators.torch.build_kernels`, which needs a C
 
 
 _CHECKS = (
-    "attention", "norm", "rope", "product", "token_layers", "weight_layers", "penalties",
+    "attention", "norm", "rope", "product", "token_layers", "weight_layers",
     "logprobs",
 )  # fmt: skip
 
@@ -424,7 +408,6 @@ class Library:
             self.check_product,
             self.check_token_layers,
             self.check_weight_layers,
-            self.check_penalties,
             self.check_logprobs,
         ) = checks
 
@@ -446,7 +429,6 @@ class Library:
             Worker(found.product),
             Worker(found.token_layers),
             Worker(found.weight_layers),
-            Worker(found.penalties),
             Worker(found.logprobs),
         )
 
@@ -523,7 +505,6 @@ class KernelSet:
         product: Of a `ProductCall`.
         token_layers: Of a `TokenLayersCall`.
         weight_layers: Of a `WeightLayersCall`.
-        penalties: Of a `PenaltiesCall`.
         logprobs: Of a `LogprobsCall`.
     """
 
@@ -536,7 +517,6 @@ class KernelSet:
     product: Worker
     token_layers: Worker
     weight_layers: Worker
-    penalties: Worker
     logprobs: Worker
 
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from replicas.generators.torch import native
 from replicas.generators.torch.native import Feature
-from replicas.sampling.compiled import penalise, read_entries
-from replicas.sampling.penalties import _penalise
+from replicas.sampling.compiled import read_entries
 
 WITHOUT = (native.NO_FEATURES, Feature.AVX512 | Feature.AMX, native.ALL_FEATURES)
 VOCABS = st.sampled_from([1, 7, 255, 256, 257, 512, 1000])
@@ -76,25 +75,9 @@ def test_entries_are_those_of_a_sort_in_float64(kernels, data):
     assert at == len(found.token_ids)
 
 
-@settings(max_examples=40)
-@given(data=st.data(), factor=st.sampled_from([1.0, 0.3, 1.7, 2.0]))
-def test_penalties_are_the_same_to_the_bit(kernels, data, factor):
-    [row] = draw_logits(data, 1, [*SPECIAL, np.inf])
-    dice = np.random.default_rng(0)
-    token_ids = dice.permutation(len(row))[: dice.integers(len(row) + 1)]
-    penalties = dice.normal(size=len(token_ids)).astype(np.float32)
-    found = torch.from_numpy(row.copy())
-    penalise(kernels, found, token_ids, penalties, float(np.float32(factor)))
-    with np.errstate(over="ignore", invalid="ignore"):
-        _penalise(row, token_ids, penalties, np.float32(factor))
-    np.testing.assert_array_equal(found.numpy(), row)
-
-
 def test_tokens_outside_of_the_vocabulary_are_errors(kernels):
-    row, penalties = torch.zeros(8), np.zeros(1, dtype=np.float32)
+    row = torch.zeros(8)
     for token_id in (-1, 8):
-        with pytest.raises(ValueError, match="index outside"):
-            penalise(kernels, row, np.array([token_id]), penalties, 1.0)
         with pytest.raises(ValueError, match="index outside"):
             read_entries(kernels, row[None], np.array([0]), [[0, token_id]], [0])
     with pytest.raises(ValueError, match="index outside"):

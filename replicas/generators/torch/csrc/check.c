@@ -222,24 +222,13 @@ int64_t kernels_check_weight_layers(const weight_layers_call *call) {
   return KERNEL_OK;
 }
 
-int64_t kernels_check_penalties(const penalties_call *call) {
-  const int64_t sizes[] = {call->vocabulary};
-  if (!are_sizes(sizes, 1) || call->tasks.count != 1 || call->num_tokens < 0 ||
-      call->num_tokens > call->vocabulary || !(call->repetition > 0))
-    return KERNEL_BAD_SIZE;
-  if (!call->logits || (call->num_tokens && (!call->tokens || !call->penalties)))
-    return KERNEL_NULL;
-  if (!are_within(call->tokens, call->num_tokens, 0, call->vocabulary)) return KERNEL_BAD_INDEX;
-  return KERNEL_OK;
-}
-
 int64_t kernels_check_logprobs(const logprobs_call *call) {
   const int64_t sizes[] = {call->vocabulary, call->num_logit_rows}, rows = call->tasks.count;
   if (call->dtype != KERNEL_FLOAT32 && call->dtype != KERNEL_BFLOAT16) return KERNEL_UNSUPPORTED;
   if (rows == 0) return KERNEL_OK;
   if (!are_sizes(sizes, 2) || rows < 0 || rows > MOST) return KERNEL_BAD_SIZE;
-  if (!call->logits || !call->places || !call->firsts || !call->num_given || !call->tokens || !call->values ||
-      !call->ranks || !call->log_sums)
+  if (!call->logits || !call->places || !call->firsts || !call->num_given || !call->tokens ||
+      !call->values || !call->ranks || !call->log_sums)
     return KERNEL_NULL;
   if (call->firsts[0] != 0 || !are_within(call->places, rows, 0, call->num_logit_rows))
     return KERNEL_BAD_INDEX;

@@ -229,17 +229,6 @@ typedef struct weight_layers_call {
   void *normed;      // (num_threads, tokens, hidden)
 } weight_layers_call;
 
-// Penalties on the logits of a row's tokens. It has one task.
-typedef struct penalties_call {
-  kernel_tasks tasks;
-  float *logits;           // (vocabulary,), in place
-  int64_t vocabulary;
-  const int64_t *tokens;   // (tokens,), each once
-  const float *penalties;  // (tokens,), what each loses after the repetition penalty
-  int64_t num_tokens;
-  double repetition;       // > 0; divides positive logits and multiplies others
-} penalties_call;
-
 // Logits and ranks of tokens of each row, and what makes log probabilities of logits. The entries of
 // a row are given tokens, then its likeliest ones, of which the lower token comes first if equal. A
 // rank is the number of tokens that are at least as likely. A task is a row.
@@ -271,7 +260,6 @@ typedef struct kernel_set {
   kernel_function *product;
   kernel_function *token_layers;
   kernel_function *weight_layers;
-  kernel_function *penalties;
   kernel_function *logprobs;
 } kernel_set;
 
@@ -299,7 +287,6 @@ KERNEL_EXPORT int64_t kernels_check_rope(const rope_call *call);
 KERNEL_EXPORT int64_t kernels_check_product(const product_call *call);
 KERNEL_EXPORT int64_t kernels_check_token_layers(const token_layers_call *call);
 KERNEL_EXPORT int64_t kernels_check_weight_layers(const weight_layers_call *call);
-KERNEL_EXPORT int64_t kernels_check_penalties(const penalties_call *call);
 KERNEL_EXPORT int64_t kernels_check_logprobs(const logprobs_call *call);
 
 #endif

@@ -1,26 +1,7 @@
-// Parts of sampling on the host: penalties, and log probabilities of tokens.
+// Log probabilities of tokens, on the host.
 #include "simd.h"
 
 enum { BLOCK = 256 };  // logits that are read into the first-level cache together
-
-void VARIANT(penalties)(void *given) {
-  penalties_call *call = given;
-  const float factor = (float)call->repetition;
-  for (int64_t i; (i = take_task(&call->tasks)) < call->tasks.count;) {
-    for (int64_t j = 0; j < call->num_tokens; j++) {
-      float *logit = call->logits + call->tokens[j];
-      float x = *logit;
-      if (factor != 1.f) {
-        // A factor below 1 rewards: the greater of the two for a positive logit.
-        const float divided = x / factor, multiplied = x * factor;
-        x = (factor > 1.f) == (divided < multiplied) ? divided : multiplied;
-      }
-      *logit = x - call->penalties[j];
-    }
-  }
-}
-
-// --- log probabilities --------------------------------------------------------------------------
 
 // The likeliest tokens so far: a heap with the least likely one in front.
 typedef struct likeliest {

@@ -13,6 +13,5 @@ const kernel_set VARIANT(kernel_set) = {
     .product = VARIANT(product),
     .token_layers = VARIANT(token_layers),
     .weight_layers = VARIANT(weight_layers),
-    .penalties = VARIANT(penalties),
     .logprobs = VARIANT(logprobs),
 };
