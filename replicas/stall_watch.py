@@ -8,6 +8,7 @@ stalls (`replicas.watchdog`); an engine that sends no beats at all counts as sta
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import math
 import os
@@ -140,6 +141,14 @@ class StallReports:
         raw = os.pread(self._dump_fd, MAX_DUMP_BYTES, 0)
         stacks = raw.decode(errors="replace") or "none: it did not answer the signal"
         logger.warning("stacks of engine pid=%d:\n%s", self._process_id, stacks)
+
+
+def dump_stacks_to(fd: int) -> None:
+    """Make this process answer the signal; called by the engine."""
+    # The interpreter's end restores what was there before: by default the signal would end the
+    # process, and an engine that ends slowly may still be asked for its stacks.
+    signal.signal(DUMP_SIGNAL, signal.SIG_IGN)
+    faulthandler.register(DUMP_SIGNAL, file=fd)
 
 
 def new_dump_file() -> int:

@@ -15,7 +15,6 @@ through the pipe.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import gc
 import logging
 import os
@@ -63,7 +62,7 @@ from replicas.engine_process.server import EngineServer, describe, gather_s
 from replicas.engine_process.sockets import Receiver, Sender, SocketMaker
 from replicas.errors import EngineError
 from replicas.messages import Utility, UtilityResult
-from replicas.stall_watch import DUMP_SIGNAL
+from replicas.stall_watch import dump_stacks_to
 from replicas.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -391,7 +390,7 @@ def _open_reports(arguments: EngineArguments) -> IO[bytes]:
     os.set_inheritable(arguments.ready_fd, False)
     if arguments.dump_fd is not None:
         os.set_inheritable(arguments.dump_fd, False)
-        faulthandler.register(DUMP_SIGNAL, file=arguments.dump_fd)
+        dump_stacks_to(arguments.dump_fd)
     return os.fdopen(arguments.ready_fd, "wb", buffering=0)
 
 

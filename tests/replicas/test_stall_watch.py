@@ -4,6 +4,8 @@ import contextlib
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -21,6 +23,13 @@ from replicas.stall_watch import DUMP_SIGNAL, StallReports, StallWatch, kernel_s
 from replicas.watchdog import Watchdog
 from tests.engines import make_config
 from tests.models import model_folder
+
+ENDING = """
+import sys
+from replicas.stall_watch import dump_stacks_to
+dump_stacks_to(2)
+print("ready", flush=True)
+"""
 
 SAMPLING = SamplingParams(max_tokens=12, temperature=0.0, seed=0, ignore_eos=True)
 GIVE_UP_S = 60.0
@@ -146,3 +155,13 @@ def test_a_stopped_engine_is_logged_as_stalled_and_recovers(engine_of, caplog, m
     wait_told(caplog, "recovered from a stall")
     assert not any("stacks" in record.getMessage() for record in caplog.records)
     assert engine.metrics().num_stalls == 0
+
+
+@pytest.mark.process
+def test_an_engine_that_is_asked_for_stacks_while_it_ends_ends_by_itself():
+    command = [sys.executable, "-c", ENDING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as engine:
+        assert engine.stdout.readline() == b"ready\n"
+        while engine.poll() is None:
+            engine.send_signal(DUMP_SIGNAL)
+    assert engine.returncode == 0
