@@ -68,8 +68,25 @@ class Profiler:
             if frame is not None:
                 stacks[_folded(frame)] += 1
             time.sleep(INTERVAL_S)
-        kept = stacks.most_common(_MAX_STACKS)
+        kept = _without_torn(stacks).most_common(_MAX_STACKS)
         return "".join(f"{stack} {count}\n" for stack, count in kept)
+
+
+def _without_torn(stacks: Counter[str]) -> Counter[str]:
+    """Drop stacks that do not begin with the thread's outermost function.
+
+    The thread may run while its frames are read one by one. A generator that yields meanwhile has
+    no caller any more, so that the stack seems to begin with it.
+    """
+    roots: Counter[str] = Counter()
+    for stack, count in stacks.items():
+        roots[_root(stack)] += count
+    [(root, _)] = roots.most_common(1)
+    return Counter({stack: count for stack, count in stacks.items() if _root(stack) == root})
+
+
+def _root(stack: str) -> str:
+    return stack.partition(":")[0]
 
 
 def _folded(frame: FrameType | None) -> str:

@@ -191,7 +191,7 @@ async def test_a_profile_shows_where_the_core_spends_its_time():
             lines = [line.rpartition(" ") for line in first.splitlines()]
             assert lines
             assert all(int(count) > 0 for _, _, count in lines)
-            assert all(".run:" in stack for stack, _, _ in lines)
+            assert [stack for stack, _, _ in lines if ".run:" not in stack] == []
             assert len(await stream) == 1000
             with pytest.raises(NotFoundError):
                 await admin.profile("both-gone", 0.1)

@@ -20,8 +20,8 @@ from cluster.lifecycle.listeners import read_listeners
 pytestmark = pytest.mark.ray
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 
-NOT_HERE = {"pool"}
-"""Sockets of the table that this server does not have: it keeps no KV in a pool of its host."""
+NOT_HERE = {"admin", "pool"}
+"""Sockets of the table that this server does not have: its configuration asks for neither."""
 
 
 @pytest.fixture(scope="module")

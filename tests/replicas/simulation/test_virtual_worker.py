@@ -157,7 +157,7 @@ def test_a_prompt_computed_elsewhere_costs_both_the_same(prefill, decode, monkey
 def test_a_wrong_block_shows_in_the_tokens():
     """The other tests assume this: a virtual token depends on every row that is read for it."""
     virtual = virtual_side(simulated_config(**WHOLE))
-    cache = virtual.core._executor.worker._cache
+    [cache] = virtual.core._executor.worker._caches
     original = cache.context_sums
     cache.context_sums = lambda lanes, tables, counts: original(lanes, tables[:, ::-1], counts)
     (found,) = generate(virtual.core, [LONG[:70]], sampling())
