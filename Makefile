@@ -18,6 +18,7 @@ help: ## Show this list.
 
 # PORT=8000 MODEL=/path/to/a/hugging-face/folder CONFIG=configs/2p2d.yaml
 serve: $(VENV)/.installed ## Serve a model on this machine. PORT=8000 MODEL=folder CONFIG=file.
+	@$(BUILD_KERNELS)
 	@$(VENV)/bin/ttserve serve $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) $(if $(CONFIG),--config $(CONFIG))
 
 # Exit code 5: no test of the given files is of this kind. Halves of `test` keep what failed apart, for `again-%`.
@@ -146,13 +147,15 @@ INSTALL = $(PIP) install --quiet --constraint constraints.txt
 EDITABLE = $(INSTALL) --editable $(1) || \
 	{ $(INSTALL) setuptools && $(INSTALL) --no-build-isolation --editable $(1); }
 
-# The kernels are compiled when the package is installed; pip shows no message of the build.
+# The kernels are compiled when the package is installed; pip shows no message of the build. `serve` looks
+# at their sources' content, which may be another although no time stamp is newer; so does pytest.
+BUILD_KERNELS = $(VENV)/bin/python -m replicas.generators.torch.build_kernels --if-changed || true
 KERNELS = build_backend.py $(wildcard replicas/generators/torch/csrc/* replicas/generators/torch/build_kernels.py)
 
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt $(KERNELS)
 	@echo "Setting up $(VENV): the first time this downloads PyTorch and Ray and takes minutes."
 	$(call EDITABLE,'.[examples$(comma)plot]')
-	@$(VENV)/bin/python -m replicas.generators.torch.build_kernels --if-changed || true
+	@$(BUILD_KERNELS)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -3,7 +3,8 @@
 The library needs a C compiler. Where the host has none, the build requires the ziglang package,
 which holds one. Where no library can be built, the package is installed without it, and the torch
 generator computes with PyTorch's batched operations, slower. With TTSERVE_REQUIRE_KERNELS in the
-environment, as in the image's build, the installation fails instead.
+environment, as in the image's build, the installation fails instead, and also where the compiler
+does not know an instruction set.
 """
 
 from __future__ import annotations
@@ -79,10 +80,12 @@ def _compiler() -> list[str]:
 
 def _build_library() -> bool:
     """Return whether there is a library of these sources; says why it could not be built."""
+    # Not a process that serves.
+    is_required = bool(os.environ.get("TTSERVE_REQUIRE_KERNELS"))  # noqa: TID251
     try:
-        build_kernels.build()
+        build_kernels.build(requires_all=is_required)
     except build_kernels.BuildError as error:
-        if os.environ.get("TTSERVE_REQUIRE_KERNELS"):  # noqa: TID251 - no process that serves
+        if is_required:
             raise
         fits = build_kernels.is_current(build_kernels.LIBRARY)
         said = "the earlier library of the same sources stays" if fits else build_kernels.WITHOUT

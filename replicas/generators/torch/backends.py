@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING
 
+from replicas.errors import ConfigError
 from replicas.generators.torch.attention import BatchedAttention
 
 if TYPE_CHECKING:
@@ -16,11 +18,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_REQUIRED = "TTSERVE_REQUIRE_KERNELS"
+
 
 def _fast(dtype: torch.dtype) -> AttentionBackend:
     from replicas.generators.torch.fast_attention import FastAttention
+    from replicas.generators.torch.native import missing_parts
 
-    return FastAttention(dtype)
+    attention = FastAttention(dtype)
+    if missing := missing_parts():
+        if _are_required():
+            raise ConfigError(f"{_REQUIRED} is set, but {'; and '.join(missing)}")
+        for part in missing:
+            logger.warning("this engine computes slower than it could: %s", part)
+    return attention
+
+
+def _are_required() -> bool:
+    # A property of the installation, which sets it for its build, too; not of a deployment.
+    return bool(os.environ.get(_REQUIRED))  # noqa: TID251
 
 
 BACKENDS: Mapping[str, Callable[[torch.dtype], AttentionBackend]] = {
@@ -31,10 +47,17 @@ BACKENDS: Mapping[str, Callable[[torch.dtype], AttentionBackend]] = {
 
 
 def make_attention(name: str, dtype: torch.dtype) -> AttentionBackend:
-    """Create one of `BACKENDS`; falls back to the plain one, with a warning, without kernels."""
+    """Create one of `BACKENDS`; falls back to the plain one, with a warning, without kernels.
+
+    Raises:
+        ConfigError: TTSERVE_REQUIRE_KERNELS is set in the environment, and the kernels or a part
+            of them cannot be used; says which.
+    """
     try:
         return BACKENDS[name](dtype)
     except (ImportError, RuntimeError) as error:
+        if _are_required():
+            raise ConfigError(f"{_REQUIRED} is set, but {error}") from error
         logger.warning(
             "this engine computes without the C kernels, several times slower: %s. "
             "`attention: batched` selects the plain operations silently",

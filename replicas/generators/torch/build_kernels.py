@@ -122,12 +122,15 @@ def source_hash(sources: Path = SOURCES) -> str:
     return digest.hexdigest()
 
 
-def build(library: Path = LIBRARY, *, extra_flags: tuple[str, ...] = ()) -> None:
+def build(
+    library: Path = LIBRARY, *, extra_flags: tuple[str, ...] = (), requires_all: bool = False
+) -> None:
     """Compile and link the library; replaces an older one at once.
 
     Args:
         library: Where to write it.
         extra_flags: More flags for compiler and linker, such as sanitizers.
+        requires_all: Fail where the compiler does not know one of the instruction sets.
 
     Raises:
         BuildError: There is no compiler, or it fails.
@@ -135,7 +138,13 @@ def build(library: Path = LIBRARY, *, extra_flags: tuple[str, ...] = ()) -> None
     compiler = find_compiler()
     if compiler is None:
         raise BuildError("no C compiler (cc, gcc, clang or the ziglang package) was found")
-    sets = [one for one in _instruction_sets() if _accepts(compiler, one)]
+    known = _instruction_sets()
+    sets = [one for one in known if _accepts(compiler, one)]
+    if requires_all and len(sets) < len(known):
+        lacking = ", ".join(one.name for one in known if one not in sets)
+        raise BuildError(
+            f"{compiler[0]} cannot compile {lacking}; install gcc 11, clang 12 or a later one"
+        )
     with tempfile.TemporaryDirectory() as folder:
         command = [*compiler, *_FLAGS, *extra_flags, "-c"]
         jobs = _jobs(sets, command, Path(folder))

@@ -423,6 +423,7 @@ class Library:
             self,
             found.name.decode(),
             features,
+            features & ~Feature(found.features),
             Worker(found.attention),
             Worker(found.norm),
             Worker(found.rope),
@@ -465,6 +466,28 @@ def kernel_set(without: Feature = NO_FEATURES) -> KernelSet:
     return library.choose(library.features & ~without)
 
 
+def missing_parts() -> list[str]:
+    """Return what makes the kernels slower here than this processor allows, each with its cure.
+
+    Raises:
+        NativeError: See `load`.
+    """
+    found = []
+    if lacks := kernel_set().lacks:
+        names = ", ".join(str(one.name) for one in Feature if one in lacks)
+        found.append(
+            f"{LIBRARY} has no kernels for {names} of this processor, as the compiler that built "
+            "it does not know these instructions; install gcc 11, clang 12 or a later one, and "
+            f"{_HOW}"
+        )
+    if in_team() is None:
+        found.append(
+            "the kernels compute on one thread, as PyTorch's libraries have no GOMP_parallel; "
+            "install a PyTorch that is built with OpenMP"
+        )
+    return found
+
+
 # --- calls ---------------------------------------------------------------------------------------
 
 
@@ -499,6 +522,7 @@ class KernelSet:
         library: Where they are from.
         name: Of the instruction set: amx, avx512, avx2 or portable.
         features: What they may use.
+        lacks: Those of them that the library has no kernels for.
         attention: Of an `AttentionCall`.
         norm: Of a `NormCall`.
         rope: Of a `RopeCall`.
@@ -511,6 +535,7 @@ class KernelSet:
     library: Library
     name: str
     features: Feature
+    lacks: Feature
     attention: Worker
     norm: Worker
     rope: Worker

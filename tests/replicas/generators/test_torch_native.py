@@ -116,6 +116,28 @@ def test_a_compiler_without_an_intrinsic_leaves_its_instruction_set_out(tmp_path
         assert "lack avx512, which" in capfd.readouterr().err
 
 
+def test_a_build_that_requires_all_instruction_sets_names_those_that_lack(monkeypatch, tmp_path):
+    compiler = tmp_path / "old-cc"
+    compiler.write_text("#!/bin/sh\n! grep -q _mm")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(build_kernels, "find_compiler", lambda: [str(compiler)])
+    monkeypatch.setattr(build_kernels.platform, "machine", lambda: "x86_64")
+    with pytest.raises(build_kernels.BuildError, match=r"old-cc cannot compile avx2, avx512, amx"):
+        build_kernels.build(tmp_path / "_kernels.so", requires_all=True)
+    assert not list(tmp_path.glob("_kernels*"))
+
+
+def test_a_source_that_changed_is_compiled_before_serving():
+    """A copied file may be older than the stamp of the installation, which make goes by."""
+    done = subprocess.run(
+        ["make", "--dry-run", "--old-file=.venv/.installed", "serve"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    build, serve = done.stdout.splitlines()
+    assert "build_kernels --if-changed" in build
+    assert "ttserve serve" in serve
+
+
 def run(*arguments, **environment):
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, check=False,
@@ -252,7 +274,7 @@ def test_the_image_requires_the_kernels():
 
 
 def test_a_wheel_with_the_library_is_for_one_platform(monkeypatch, build_backend):
-    monkeypatch.setattr(build_kernels, "build", lambda: None)
+    monkeypatch.setattr(build_kernels, "build", lambda **_: None)
     _, settings, _ = build_backend.build_wheel("dist", {"--build-option": "--verbose"})
     verbose, platform = settings["--build-option"]
     assert verbose == "--verbose"

@@ -1,15 +1,19 @@
 """An engine without the kernel library, or without AVX-512, computes the same."""
 
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import msgspec
 import pytest
 import torch
 
+from replicas.errors import ConfigError
 from replicas.generators.torch import native
 from replicas.generators.torch.attention import BatchedAttention
+from replicas.generators.torch.backends import make_attention
 from replicas.generators.torch.fast_attention import FastAttention
 from replicas.generators.torch.kernels import kernels_for
 from replicas.generators.torch.native import Feature, NativeError
@@ -51,6 +55,48 @@ def test_an_engine_starts_without_the_library_and_says_once_what_to_do():
     for said in done.stderr.split("engine\n")[1:]:
         assert said.count("/no/such/_kernels.so was not built") == 1
         assert said.count("build_kernels`, which needs a C compiler") == 1
+
+
+def of_a_lesser_compiler(monkeypatch):
+    """Let the library have the portable kernels alone."""
+    features = native.load().features
+    if not features:
+        pytest.skip("this processor needs none but the portable kernels")
+    portable = replace(native.kernel_set(native.ALL_FEATURES), features=features, lacks=features)
+    monkeypatch.setattr(native, "kernel_set", lambda _without=None: portable)
+    return r"no kernels for AVX2\b.* of this processor.* run `python -m .*build_kernels`"
+
+
+def without_threads(monkeypatch):
+    monkeypatch.setattr(native, "in_team", lambda: None)
+    return "on one thread, as PyTorch's libraries have no GOMP_parallel"
+
+
+def without_the_library(monkeypatch):
+    monkeypatch.setattr(native, "LIBRARY", native.LIBRARY / "no such file")
+    native.load.cache_clear()
+    native.kernel_set.cache_clear()
+    return "was not built when ttserve was installed; run `python -m .*build_kernels`"
+
+
+@pytest.mark.parametrize("taken", [of_a_lesser_compiler, without_threads, without_the_library])
+def test_an_engine_that_requires_the_kernels_names_the_part_that_lacks(monkeypatch, caplog, taken):
+    monkeypatch.setenv("TTSERVE_REQUIRE_KERNELS", "1")
+    assert isinstance(make_attention("fast", torch.float32), FastAttention)
+    caches = kernels_for, native.load, native.kernel_set
+    try:
+        kernels_for.cache_clear()
+        message = taken(monkeypatch)
+        with pytest.raises(ConfigError, match=f"TTSERVE_REQUIRE_KERNELS is set, but .*{message}"):
+            make_attention("fast", torch.float32)
+        assert isinstance(make_attention("batched", torch.float32), BatchedAttention)
+        monkeypatch.delenv("TTSERVE_REQUIRE_KERNELS")
+        make_attention("fast", torch.float32)
+        [warning] = caplog.records
+        assert re.search(message, warning.getMessage())
+    finally:
+        for each in caches:
+            each.cache_clear()
 
 
 @pytest.fixture(params=["no AVX-512", "no library"])
