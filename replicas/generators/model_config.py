@@ -157,6 +157,10 @@ class ModelConfig:
             return False
         return not self.layer_types or self.layer_types[layer] == _SLIDING
 
+    def key_width(self) -> int:
+        """Return how many numbers of a token attention reads as a key: a head's, or a latent."""
+        return self.head_dim if self.latent is None else self.latent.row
+
     def kv_specs(self, dtype: str) -> tuple[KVSpec, ...]:
         """Return the KV of each layer, with elements of a dtype; states have at least float32."""
         spec = KVSpec(heads=self.num_key_value_heads, width=self.head_dim, dtype=dtype)

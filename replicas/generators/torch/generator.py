@@ -128,7 +128,7 @@ class TorchGenerator:
         _check_device(mesh_device)
         check_sizes(config, max_batch_size, max_seq_len, tt_data_parallel)
         weights = load_weights(config, mesh_device, max_seq_len)
-        attention = make_attention(mesh_device.attention, mesh_device.dtype)
+        attention = make_attention(mesh_device.attention, mesh_device.dtype, config.key_width())
         model = PagedTransformer(config, weights, max_seq_len, attention)
         return cls(
             config,

@@ -48,6 +48,8 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
 
 ATTENTION_TILE = 8
 """Tokens of a prompt that read a key together."""
+ATTENTION_MAX_WIDTH = 1024
+"""Numbers of a key or value at most."""
 
 _FAULTS = {
     1: "is not something that the kernels compute",

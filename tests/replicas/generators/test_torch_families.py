@@ -57,6 +57,15 @@ def test_keys_and_values_made_of_latents_head_by_head_are_the_same(monkeypatch, 
     test_logits_and_tokens_are_those_of_transformers("deepseek-v2", mixed)
 
 
+def test_latents_wider_than_the_kernels_take_are_computed_in_batches(monkeypatch, caplog):
+    prefix, sizes = FAMILIES["deepseek-v2"]
+    # Keys that are sums of so many products would be large, and their scores inexact.
+    wide = {**sizes, "kv_lora_rank": 1040, "initializer_range": 0.05}
+    monkeypatch.setitem(FAMILIES, "deepseek-wide", (prefix, wide))
+    test_logits_and_tokens_are_those_of_transformers("deepseek-wide", mixed=True)
+    assert "without the C kernels, several times slower: keys of 1048 numbers" in caplog.text
+
+
 def test_the_correction_of_scores_is_not_rounded(tmp_path):
     """In bfloat16 all of these corrections would be 1, and the first experts would win."""
     folder = tmp_path / "v3"
