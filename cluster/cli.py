@@ -27,6 +27,12 @@ app = typer.Typer(
 keys = typer.Typer(help="Make API keys.", no_args_is_help=True)
 app.add_typer(keys, name="keys")
 
+bench = typer.Typer(
+    help="Measure an engine or a server, with the options of `vllm bench`.", no_args_is_help=True
+)
+app.add_typer(bench, name="bench")
+_PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+
 _BAD_CONFIG = 2
 _FAILED = 1
 _KV_TIMEOUT_S = 5.0
@@ -514,6 +520,23 @@ def chaos(
         _fail(str(error), _BAD_CONFIG)
     if not is_good:
         raise typer.Exit(_FAILED)
+
+
+@bench.command("serve", context_settings=_PASSED_ON)
+def bench_serve(context: typer.Context) -> None:
+    """Measure a running server: TTFT, TPOT, ITL, latencies, throughput and goodput."""
+    from cluster.bench.errors import BenchError
+    from cluster.bench.serve import bench_serve as run
+    from cluster.config.environment import process_environment
+
+    environment = process_environment()
+    # The file of a secret often ends with a newline.
+    api_key = environment.get("TTSERVE_API_KEY") or environment.get("OPENAI_API_KEY", "")
+    try:
+        code = run(context.args, api_key.rstrip("\r\n"), typer.echo)
+    except BenchError as error:
+        _fail(str(error), _BAD_CONFIG)
+    raise typer.Exit(code)
 
 
 @keys.command("new")
