@@ -45,10 +45,13 @@ from replicas.generators.targets import with_registered_generator
 from replicas.kernel_settings import KERNEL_SETTINGS
 from replicas.mesh_environment import make_folders, mesh_environment, with_places
 from replicas.stall_watch import StallReports, new_dump_file
-from replicas.watchdog import STALL_S, first_turn_s
+from replicas.tt.triage import REPORT, prepare_report, with_report
+from replicas.user_cache import user_cache
+from replicas.watchdog import KNOWN_STEP_S, STALL_S, first_turn_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from replicas.config import EngineConfig, Role
     from replicas.engine_process.parent import Order
@@ -62,8 +65,6 @@ HAND_OVER_SHARE = 0.75
 _ENGINE = "replicas.engine_process.process"
 _FAULTY_ENGINE = "replicas.simulation.faulty_process"
 """Program of an engine for which faults are planned."""
-KNOWN_STEP_S = 60.0
-"""Least step timeout of an engine whose warm-up has run every shape that it will ever run."""
 UNKNOWN_STEP_S = 300.0
 """Least step timeout of an engine that may still compile, or that computes on the host's CPU."""
 MESH_STOP_S = 60.0
@@ -118,6 +119,8 @@ class EngineHandle:
         keys: The secrets with which it was started.
         stop_s: Seconds that the engine may take to end when asked to.
         role: The role that it was started with.
+        triage_report: File that exists once a device operation has timed out; see
+            `replicas.tt.triage`.
 
     Attributes:
         description: What the engine is.
@@ -126,7 +129,8 @@ class EngineHandle:
         next_role: The role that was last requested.
         is_evacuating: Whether it was ordered to hand over its requests, and not to reopen since.
         drained: Set once the engine reports that it is drained; see `drain`.
-        failure: Why a hung engine was killed, or the reason that it reported at its end; else None.
+        failure: Why a hung engine was killed, or the reason that it reported at its end, with the
+            path of the triage report if a device operation timed out; else None.
     """
 
     def __init__(
@@ -136,9 +140,11 @@ class EngineHandle:
         keys: KeyRing,
         stop_s: float = STOP_S,
         role: Role = "both",
+        triage_report: Path | None = None,
     ) -> None:
         self._process = process
         self._stop_s = stop_s
+        self._triage_report = triage_report
         self.role = self.next_role = role
         self.is_evacuating = False
         # Numbers of the last order to evacuate, and of the last one that was carried out.
@@ -148,6 +154,16 @@ class EngineHandle:
         self.keys = keys
         self.drained = threading.Event()
         self.failure: EngineDeadError | None = None
+
+    def record_failure(self, reason: str) -> None:
+        """Set `failure`."""
+        self.failure = EngineDeadError(with_report(reason, self._triage_report))
+
+    def record_end(self) -> None:
+        """Set `failure` if the process ended without a reason after its device timed out."""
+        report = self._triage_report
+        if self.failure is None and report is not None and report.exists():
+            self.record_failure("the engine ended because an operation of its device timed out")
 
     @property
     def is_alive(self) -> bool:
@@ -293,11 +309,12 @@ def _watch_for_hang(
             hang = watch.look(beats, stalls=stalls.is_stalled)
             if hang is not None and not ended.poll(0):
                 # Set before the kill, so that code woken by the process's end finds the reason.
-                handle.failure = _hang_error(hang, timeout_s)
+                handle.record_failure(_hang_reason(hang, timeout_s))
                 process.kill()
                 return
         # The last report says why the process ended.
         _hear(handle, reports)
+        handle.record_end()
 
 
 def _hear(handle: EngineHandle, reports: _Reports) -> list[EngineReport]:
@@ -311,15 +328,13 @@ def _hear(handle: EngineHandle, reports: _Reports) -> list[EngineReport]:
         if report.evacuated is not None:
             handle.record_evacuated(report.evacuated)
         if report.failed is not None:
-            handle.failure = EngineDeadError(report.failed)
+            handle.record_failure(report.failed)
     return said
 
 
-def _hang_error(hang: Hang, timeout_s: float) -> EngineDeadError:
+def _hang_reason(hang: Hang, timeout_s: float) -> str:
     what = "a step did not end" if hang == "step" else "its process sent no beat"
-    return EngineDeadError(
-        f"the engine hung and was killed: {what} within {timeout_s:g} s (step_timeout_s)"
-    )
+    return f"the engine hung and was killed: {what} within {timeout_s:g} s (step_timeout_s)"
 
 
 def start_engine(
@@ -351,13 +366,15 @@ def start_engine(
     except ConfigError as error:
         raise EngineStartError(str(error)) from error
     mesh = config.simulated_mesh
+    incarnation = secrets.token_hex(8)
+    triage_report = _prepare_triage(environment, incarnation)
     program = _FAULTY_ENGINE if mesh is not None and mesh.faults else _ENGINE
     process, reports, ready_fd, dump_fd = _spawn(program, environment)
     # Open the pidfd before the process can be reaped and its id reused.
     process_fd = os.pidfd_open(process.pid)
     arguments = EngineArguments(
         config=config,
-        incarnation=secrets.token_hex(8),
+        incarnation=incarnation,
         host=host,
         ready_fd=ready_fd,
         dump_fd=dump_fd,
@@ -368,19 +385,31 @@ def start_engine(
         process.stdin.write(msgspec.json.encode(arguments) + b"\n")
         process.stdin.flush()
         ready = _await_ready(reports, process, progress, config.start_timeout_s)
-    except BaseException:
+    except BaseException as error:
         reports.close()
         os.close(dump_fd)
         os.close(process_fd)
         process.kill()
         process.communicate()  # Closes its stdin, broken or not, and reaps it.
+        if isinstance(error, EngineStartError):
+            raise EngineStartError(with_report(str(error), triage_report)) from error
         raise
     assert ready.ready is not None
     stop_s = stop_timeout_s(config)
-    handle = EngineHandle(process, ready.ready, config.keys, stop_s, config.role)
+    handle = EngineHandle(process, ready.ready, config.keys, stop_s, config.role, triage_report)
     step_s = step_timeout_s(config, ready.warm_up_s, ready.ready.max_num_batched_tokens)
     handle.watch(reports, process_fd, dump_fd, step_s)
     return handle
+
+
+def _prepare_triage(environment: dict[str, str], name: str) -> Path | None:
+    """Add the file of the engine's triage report to its environment, and return it."""
+    cache = user_cache(environment.get("HOME"))
+    folder = None if cache is None else cache / "triage"
+    report = prepare_report(environment, folder, name)
+    if report is not None:
+        environment[REPORT] = str(report)
+    return report
 
 
 def _spawn(

@@ -26,8 +26,10 @@ from replicas.generators.plugin.sources import PluginPaths, check_source, find_s
 from replicas.generators.targets import with_registered_generator
 from replicas.model_name import model_name
 from replicas.tt.boards import METAL_HOME, VISIBLE_DEVICES
+from replicas.tt.triage import find_triage, timeout_variables
 from replicas.tt.ttnn_package import find_ttnn
 from replicas.user_cache import NO_HOME, user_cache
+from replicas.watchdog import KNOWN_STEP_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,7 +65,11 @@ def mesh_environment(config: EngineConfig, inherited: Mapping[str, str]) -> dict
     mesh = config.mesh
     if mesh is None:
         return dict(inherited)
-    defaults = {**_file_defaults(inherited), **_power_and_fabric(config, mesh, inherited)}
+    defaults = {
+        **_file_defaults(inherited),
+        **_timeouts(config, mesh, inherited),
+        **_power_and_fabric(config, mesh, inherited),
+    }
     if not config.uses_native_generator:
         defaults |= _foreign_defaults(config, mesh, inherited)
     return {**defaults, **inherited, **_bindings(config, mesh)}
@@ -158,6 +164,18 @@ def _file_defaults(inherited: Mapping[str, str]) -> dict[str, str]:
         # Otherwise ttnn creates a folder `generated` in the engine's working folder.
         defaults["TT_METAL_LOGS_PATH"] = str(cache / "ttnn-logs")
     return defaults
+
+
+def _timeouts(
+    config: EngineConfig, mesh: MeshConfig, inherited: Mapping[str, str]
+) -> dict[str, str]:
+    """Return defaults that make ttnn report a hung device before the engine is killed."""
+    package = find_ttnn()
+    folder = None if package is None else package.folder
+    # Foreign classes have longer steps before they are killed. A device that makes no progress for
+    # a third of the shorter time hangs in any class.
+    kill_s = min(config.step_timeout_s or KNOWN_STEP_S, KNOWN_STEP_S)
+    return timeout_variables(find_triage(_metal_home(mesh, inherited), folder), kill_s)
 
 
 def _power_and_fabric(

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 STALL_S = 5.0
 """Shortest turn that counts as stalled; also how long an engine may be silent before it is dead."""
+KNOWN_STEP_S = 60.0
+"""Least step timeout of an engine whose warm-up has run every shape that it will ever run."""
 FACTOR = 4.0
 """A turn may take this many times its usual duration."""
 FIRST_S = 2.0

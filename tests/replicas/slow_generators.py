@@ -1,10 +1,13 @@
 """Generators whose device hangs, in the ways that a device's driver can, or is only slow."""
 
 import ctypes
+import os
+import subprocess
 import threading
 import time
 
 from replicas.generators.torch.generator import TorchGenerator
+from replicas.tt.triage import COMMAND
 
 HANGS_AT = 5
 """The first forward pass, warm-up aside, that does not return."""
@@ -50,6 +53,27 @@ class Locked(_Counting):
             mutex, libc = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
             libc.pthread_mutex_lock(mutex)
             libc.pthread_mutex_lock(mutex)
+
+
+def _time_out() -> None:
+    """End a call as ttnn does if its device makes no progress."""
+    subprocess.run(["/bin/sh", "-c", os.environ[COMMAND]], check=True)
+    raise RuntimeError("TIMEOUT: device timeout, potential hang detected")
+
+
+class TimesOut(_Counting):
+    """A generator whose device hangs, of which ttnn tells."""
+
+    def delay(self):
+        if self.num_passes == HANGS_AT:
+            _time_out()
+
+
+class TimesOutInStart(TorchGenerator):
+    """A generator whose device hangs in the warm-up, of which ttnn tells."""
+
+    def warmup_model_prefill(self, **_):
+        _time_out()
 
 
 class Late(_Counting):

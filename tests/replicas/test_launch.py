@@ -24,7 +24,6 @@ from replicas.config import MOST_NICE, MeshConfig, SimulatedMeshConfig
 from replicas.engine_process.parent import EngineArguments
 from replicas.errors import EngineDeadError, EngineStartError
 from replicas.launch import (
-    KNOWN_STEP_S,
     LOOK_S,
     UNKNOWN_STEP_S,
     EngineHandle,
@@ -35,6 +34,8 @@ from replicas.launch import (
 )
 from replicas.messages import EngineRequest, TokenOutput
 from replicas.sampling_params import SamplingParams
+from replicas.tt.triage import COMMAND, TIMEOUT, timeout_variables
+from replicas.watchdog import KNOWN_STEP_S
 from tests.engines import make_config
 from tests.models import model_folder
 from tests.replicas.slow_generators import SLOW_STEP_S
@@ -117,9 +118,12 @@ def of_meshes(tmp_path, monkeypatch):
     """The variables of every engine on a mesh, for a user whose home is a test folder."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("OMPI_MCA_btl", raising=False)
-    monkeypatch.delenv("TT_METAL_LOGS_PATH", raising=False)
+    for name in ("TT_METAL_LOGS_PATH", "TT_METAL_HOME", TIMEOUT, COMMAND):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("replicas.mesh_environment.find_ttnn", lambda: None)
     logs = tmp_path / ".cache" / "ttserve" / "ttnn-logs"
-    return {"OMPI_MCA_btl": "self", "TT_METAL_LOGS_PATH": str(logs)}
+    timeout_s = f"{TIMEOUT_S / 3:g}"
+    return {"OMPI_MCA_btl": "self", "TT_METAL_LOGS_PATH": str(logs), TIMEOUT: timeout_s}
 
 
 def test_an_engine_on_a_mesh_leaves_no_files_about(of_meshes):
@@ -129,7 +133,7 @@ def test_an_engine_on_a_mesh_leaves_no_files_about(of_meshes):
 
 
 def test_ttnns_own_settings_stay_as_the_environment_has_them(of_meshes):
-    theirs = {"OMPI_MCA_btl": "tcp,self", "TT_METAL_LOGS_PATH": "/logs"}
+    theirs = {"OMPI_MCA_btl": "tcp,self", "TT_METAL_LOGS_PATH": "/logs", TIMEOUT: "0"}
     assert child_environment(config(mesh=MeshConfig(name="T3K")), theirs) == theirs
 
 
@@ -278,6 +282,41 @@ def test_a_start_that_gets_nowhere_fails():
         match=r"hung at its start \(.*\): no progress within 4 s \(start_timeout_s\)",
     ):
         start_engine(gets_nowhere)
+
+
+TRIAGE = """
+import os, sys
+print(sys.argv[1:], "core 1-2 waits", os.environ["IN_ENGINE"])
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("generator", ["TimesOut", "TimesOutInStart"])
+def test_the_error_of_a_device_that_timed_out_names_its_triage_report(tmp_path, generator):
+    script = tmp_path / "triage.py"
+    script.write_text(TRIAGE)
+    variables = {"HOME": str(tmp_path / "home"), "IN_ENGINE": "of this engine"}
+    env = {**os.environ, **timeout_variables(script, 60.0), **variables}
+    if generator == "TimesOutInStart":
+        with pytest.raises(EngineStartError) as caught:
+            start_engine(config(generator=generator, step_timeout_s=60.0), env=env)
+        reason = str(caught.value)
+    else:
+        engine = SyncMPClient(config(generator=generator, step_timeout_s=60.0), env)
+        try:
+            engine.add_request(EngineRequest("r", PROMPT, LONG))
+            with pytest.raises(EngineDeadError):
+                drain(engine)
+            wait_killed(engine._handle)
+        finally:
+            engine.shutdown()
+        reason = str(engine._handle.failure)
+        assert "an operation of its device timed out" in reason
+    [report] = (tmp_path / "home" / ".cache" / "ttserve" / "triage").iterdir()
+    assert f"tt-triage's report is in {report}" in reason
+    assert report.read_text() == (
+        "['--disable-progress', '--skip-version-check'] core 1-2 waits of this engine\n"
+    )
 
 
 def test_reports_come_through_a_descriptor_of_any_number():

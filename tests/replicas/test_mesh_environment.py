@@ -1,7 +1,9 @@
 """The environment variables of an engine on a mesh."""
 
 import os
+import shlex
 import shutil
+import sys
 
 import msgspec
 import pytest
@@ -15,6 +17,7 @@ from replicas.mesh_environment import (
     mesh_environment,
     with_places,
 )
+from replicas.tt.triage import COMMAND, TIMEOUT
 from replicas.tt.ttnn_package import TtnnPackage
 from tests.hosts import take_home
 
@@ -61,7 +64,7 @@ def of(config, **inherited):
 def test_a_foreign_class_gets_tt_inference_servers_environment(model, monkeypatch, mesh, expected):
     monkeypatch.setattr(module, "find_ttnn", lambda: None)
     told = of(theirs(model, mesh))
-    for name in ("OMPI_MCA_btl", "TT_METAL_LOGS_PATH", "HF_MODEL", CACHE):
+    for name in ("OMPI_MCA_btl", "TT_METAL_LOGS_PATH", "HF_MODEL", CACHE, TIMEOUT):
         told.pop(name)
     assert told == expected
 
@@ -87,7 +90,35 @@ def test_our_own_models_get_only_the_boards_variables(model):
     native = EngineConfig(model=str(model), mesh=MeshConfig(name="Galaxy"))
     told = of(native)
     assert told.pop("TT_MM_THROTTLE_PERF") == "5"
-    assert set(told) == {"OMPI_MCA_btl", "TT_METAL_LOGS_PATH"}
+    assert set(told) - {COMMAND} == {"OMPI_MCA_btl", "TT_METAL_LOGS_PATH", TIMEOUT}
+
+
+@pytest.mark.parametrize(
+    ("step_s", "timeout", "of_triage"), [(None, "20", "30"), (300.0, "20", "30"), (12.0, "4", "6")]
+)
+def test_a_hung_device_is_triaged_before_its_engine_is_killed(
+    model, tmp_path, monkeypatch, step_s, timeout, of_triage
+):
+    metal, site = tmp_path / "a metal", tmp_path / "site-packages"
+    scripts = [site / "triage/triage.py", metal / "scripts/debugging_scripts/triage.py",
+               metal / "tools/triage/triage.py"]  # fmt: skip
+    package = TtnnPackage("0.81.1", site / "ttnn")
+    monkeypatch.setattr(module, "find_ttnn", lambda: package)
+    config = EngineConfig(
+        model=str(model), mesh=MeshConfig(name="N150", tt_metal_home=str(metal)),
+        step_timeout_s=step_s,
+    )  # fmt: skip
+    assert COMMAND not in of(config)
+    for script in scripts:
+        script.parent.mkdir(parents=True)
+        script.touch()
+        told = of(config)
+        assert told[TIMEOUT] == timeout
+        assert shlex.split(told[COMMAND])[:4] == [
+            "timeout", of_triage, sys.executable, str(script)
+        ]  # fmt: skip
+    own = {TIMEOUT: "0", COMMAND: "mine"}
+    assert of(config, **own).items() >= own.items()
 
 
 @pytest.mark.parametrize(
