@@ -42,6 +42,7 @@ FAMILIES: Mapping[str, str] = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Phi3ForCausalLM": "phi3",
     "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
     "Qwen2MoeForCausalLM": "qwen2_moe",
@@ -261,8 +262,12 @@ class RawConfig:
         window = self.values.get("sliding_window", default)
         return None if window is None else int(window)
 
-    def layer_types(self) -> tuple[str, ...]:
+    def layer_types(self, full_every: int = 0) -> tuple[str, ...]:
         """Return the type of each layer; empty if none is stated.
+
+        Args:
+            full_every: Where none is stated, the last of so many layers sees all tokens, and the
+                others a window; 0 for empty.
 
         Raises:
             ConfigError: There is another number of them than of layers.
@@ -271,6 +276,9 @@ class RawConfig:
         num_layers = int(self.values["num_hidden_layers"])
         if found and len(found) != num_layers:
             raise ConfigError(f"{len(found)} layer_types for num_hidden_layers {num_layers}")
+        if full_every and not found:
+            kinds = _SLIDING, "full_attention"
+            return tuple(kinds[(index + 1) % full_every == 0] for index in range(num_layers))
         return found
 
     def experts(

@@ -248,6 +248,19 @@ def test_an_object_that_is_no_configuration_is_refused():
         to_model_config(SimpleNamespace())
 
 
+def test_older_settings_of_olmo3_scale_the_rotation_of_layers_without_a_window_alone():
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    raw = {
+        **RAW, "architectures": ["Olmo3ForCausalLM"], "num_hidden_layers": 6,
+        "rope_theta": 3e5, "rope_scaling": yarn, "sliding_window": 9,
+    }  # fmt: skip
+    config = parse_hf_config(raw, "folder")
+    assert [config.has_window(index) for index in range(6)] == [True] * 3 + [False] + [True] * 2
+    assert (config.rope.rope_type, config.rope.factor, config.rope.theta) == ("yarn", 8.0, 3e5)
+    assert config.local_rope == RopeConfig("default", 3e5)
+    assert config.max_position_embeddings == 8 * 8192
+
+
 def write_gemma3(folder):
     """An image-text model: its text part is a configuration inside the configuration."""
     from transformers import Gemma3Config, Gemma3TextConfig

@@ -95,6 +95,15 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
         "original_max_position_embeddings": 64,
     }),
     "olmo2": ("Olmo2", {"num_key_value_heads": 2}),
+    "olmo3": ("Olmo3", {
+        "num_hidden_layers": 4, "num_key_value_heads": 2, "sliding_window": 9, "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn", "rope_theta": 1e5, "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }),
     "gemma2": ("Gemma2", {
         "num_key_value_heads": 2, "head_dim": 32, "sliding_window": 9, "query_pre_attn_scalar": 24,
         "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0,

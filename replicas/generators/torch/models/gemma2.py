@@ -25,10 +25,6 @@ def read(raw: RawConfig, defaults: Defaults, every: int) -> ModelConfig:
         defaults, head_dim=256, is_tied=True, activation=("hidden_activation", "gelu_pytorch_tanh")
     )
     config, bias = raw.model(defaults), raw.flag("attention_bias")
-    types = raw.layer_types() or tuple(
-        "sliding_attention" if (index + 1) % every else "full_attention"
-        for index in range(config.num_hidden_layers)
-    )
     scale = float(raw.values.get("query_pre_attn_scalar", 256))
     return replace(
         config,
@@ -37,7 +33,7 @@ def read(raw: RawConfig, defaults: Defaults, every: int) -> ModelConfig:
         norm_kind="offset",
         activation="gelu_tanh",
         sliding_window=raw.window(),
-        layer_types=types,
+        layer_types=raw.layer_types(every),
         attention_scale=None if scale == config.head_dim else scale**-0.5,
         embedding_scale=config.hidden_size**0.5,
     )

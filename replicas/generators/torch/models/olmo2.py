@@ -6,13 +6,19 @@ from dataclasses import replace
 
 from replicas.generators.layer_specs import LayerSpec, NormSpec
 from replicas.generators.model_config import Defaults, ModelConfig, RawConfig
+from replicas.generators.rope_config import RopeDefaults
 from replicas.generators.torch.models.common import attention, mlp, norm
 
 
 def parse(raw: RawConfig) -> ModelConfig:
     """Read a configuration; see `Family.parse`."""
+    return read(raw, RopeDefaults())
+
+
+def read(raw: RawConfig, rope: RopeDefaults) -> ModelConfig:
+    """Return what OLMo 2 and 3 share, for a rotation of all or of all but the windows' layers."""
     bias = raw.flag("attention_bias")
-    config = raw.model(Defaults(max_positions=2048, eps=1e-5))
+    config = raw.model(Defaults(max_positions=2048, eps=1e-5, rope=rope))
     return replace(config, qkv_bias=bias, o_bias=bias, norm_kind="wide")
 
 
