@@ -98,6 +98,12 @@ def environment(
         str | None,
         typer.Option(help="PEM file with certificate and key: the public port speaks TLS alone."),
     ] = None,
+    cors_origins: Annotated[
+        str | None,
+        typer.Option(
+            help="args.ingress.cors_origins, comma-separated, for errors of HAProxy itself."
+        ),
+    ] = None,
 ) -> None:
     """Print the variables and umask that `ray start` needs on each host, for the shell's `eval`."""
     import shlex
@@ -105,6 +111,7 @@ def environment(
     from cluster.config.environment import process_environment
     from cluster.config.front import (
         CERTIFICATE_VARIABLE,
+        CORS_ORIGINS_VARIABLE,
         OPERATIONS_VARIABLE,
         TRUSTED_PROXIES_VARIABLE,
         FrontSettings,
@@ -119,6 +126,7 @@ def environment(
         OPERATIONS_VARIABLE: operations or "",
         TRUSTED_PROXIES_VARIABLE: trusted_proxies or "",
         CERTIFICATE_VARIABLE: certificate or "",
+        CORS_ORIGINS_VARIABLE: cors_origins or "",
     }
     script = haproxy.find_script()
     try:
@@ -591,7 +599,8 @@ def _supervise(options: ServeOptions, path: Path, api_key: str) -> int:
         read_keys(config.admin.api_keys)
     if not api_key:
         _warn(path, file.warning)
-    return supervise(options, file.http_options.host, file.http_options.port, api_key)
+    http = file.http_options
+    return supervise(options, http.host, http.port, api_key, config.ingress.cors_origins)
 
 
 def _absolute_model(model: str) -> str:

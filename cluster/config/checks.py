@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from ipaddress import ip_address
 from pathlib import PurePath
 
+from cluster.config.front import is_origin
 from cluster.config.schema import (
     DEMO_MODEL,
     LARGEST_BODY_BYTES,
@@ -44,7 +45,6 @@ _TENANT_NAME = re.compile(rf"[!-~](?:[ -~]{{0,{MAX_TENANT_CHARS - 2}}}[!-~])?|")
 _MIN_WEIGHT = 1e-3
 _LARGEST_PORT = 65535
 _HOST = re.compile(r"[a-z0-9_.-]+|\[[0-9a-f:.]+\]")
-_ORIGIN = re.compile(r"https?://[A-Za-z0-9.\-\[\]:]+")
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
@@ -161,7 +161,7 @@ def _check_hosts(hosts: list[str] | None) -> None:
 
 def _check_origins(ingress: IngressConfig) -> None:
     for origin in ingress.cors_origins:
-        if origin != "*" and not _ORIGIN.fullmatch(origin):
+        if not is_origin(origin):
             raise ClusterConfigError(
                 f"args.ingress.cors_origins: {origin!r} must be an origin, such as "
                 "https://chat.example.com, without a path"

@@ -22,11 +22,13 @@ HAPROXY_VARIABLE = "RAY_SERVE_ENABLE_HA_PROXY"
 OPERATIONS_VARIABLE = "TTSERVE_OPERATIONS_BIND"
 TRUSTED_PROXIES_VARIABLE = "TTSERVE_TRUSTED_PROXIES"
 CERTIFICATE_VARIABLE = "TTSERVE_TLS_CERTIFICATE"
+CORS_ORIGINS_VARIABLE = "TTSERVE_CORS_ORIGINS"
 
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.*-]*):(?P<port>\d{1,5})")
 _LARGEST_PORT = 65535
 # No character with a meaning in HAProxy's configuration.
 _PATH = re.compile(r"/[A-Za-z0-9._/+=@-]+")
+_ORIGIN = re.compile(r"https?://[A-Za-z0-9.\-\[\]:]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +44,15 @@ class FrontSettings:
             listener speaks TLS alone; None: plain HTTP.
         proof: Value that proves to ingresses that a request came through HAProxy, see
             `front_proof`.
+        cors_origins: Origins of web pages that may read HAProxy's own errors, as
+            `args.ingress.cors_origins` lets them read the answers of ingresses.
     """
 
     operations_bind: str | None = None
     trusted_proxies: tuple[str, ...] = ()
     certificate: str | None = None
     proof: str = field(default="", repr=False)
+    cors_origins: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> FrontSettings:
@@ -70,7 +75,15 @@ class FrontSettings:
                 f"{CERTIFICATE_VARIABLE} must be an absolute path of letters, digits and ._+=@-/; "
                 f"got {certificate!r}"
             )
-        return cls(bind, tuple(map(_network, proxies)), certificate, front_proof(environment))
+        origins = tuple(environment.get(CORS_ORIGINS_VARIABLE, "").replace(",", " ").split())
+        for origin in origins:
+            if not is_origin(origin):
+                raise ClusterConfigError(
+                    f"{CORS_ORIGINS_VARIABLE} must be origins, such as https://chat.example.com, "
+                    f"without a path; got {origin!r}"
+                )
+        networks = tuple(map(_network, proxies))
+        return cls(bind, networks, certificate, front_proof(environment), origins)
 
     def public_url(self, url: str) -> str:
         """Return the URL of the public listener, given the one that it has without TLS."""
@@ -101,6 +114,11 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback
+
+
+def is_origin(text: str) -> bool:
+    """Return whether a text is the origin of a web page, or "*" for all of them."""
+    return text == "*" or _ORIGIN.fullmatch(text) is not None
 
 
 def _network(text: str) -> str:

@@ -46,6 +46,8 @@ Answers:
   Serve itself reports this at /-/healthz only.
 - HAProxy's own errors have a form that is OpenAI's and Anthropic's. While no ingress is known they
   are a 503, not Serve's 404, which clients would take as final.
+- Pages of allowed origins may read these errors (CORS). The answers of ingresses keep the headers
+  that they have, as an ingress gives no permission for the routes of operators.
 
 The rest of the file stays as Serve wrote it.
 """
@@ -243,7 +245,7 @@ def protect(config: str, files: ErrorFiles, front: FrontSettings) -> str:
     Args:
         config: HAProxy's configuration as Serve wrote it.
         files: Responses that HAProxy sends itself.
-        front: Has the trusted proxies and the certificate.
+        front: Has the trusted proxies, the certificate, and the origins of web pages.
 
     Returns:
         The configuration to run; unchanged if it is already protected.
@@ -301,6 +303,7 @@ def _added(config: str, files: ErrorFiles, front: FrontSettings) -> dict[str, li
             f"tcp-request connection track-sc0 src,ipmask({_SOURCE_BITS})"
             + (f" unless {trusted}" if trusted else ""),
             f"tcp-request connection reject if {{ sc0_conn_cur gt {max_connections // 2} }}",
+            *_cors_rules(front.cors_origins),
             *_request_rules(config, _PUBLIC, files, front),
         ],
         _OPERATIONS: [
@@ -314,6 +317,31 @@ def _added(config: str, files: ErrorFiles, front: FrontSettings) -> dict[str, li
 def _trusted(front: FrontSettings) -> str:
     """Return the condition that a connection is from a trusted proxy; "" if there are none."""
     return "{ src " + " ".join(front.trusted_proxies) + " }" if front.trusted_proxies else ""
+
+
+def _cors_rules(origins: tuple[str, ...]) -> list[str]:
+    """Return the rules that let pages of some origins read HAProxy's own answers.
+
+    Args:
+        origins: The origins; "*" for all.
+    """
+    if not origins:
+        return []
+    is_any = "*" in origins
+    named = "" if is_any else f" -m str {' '.join(origins)}"
+    allowed = "*" if is_any else "%[var(txn.ttserve_origin)]"
+    own = "!{ var(txn.ttserve_is_ingress) -m found }"
+    page = f"{own} {{ var(txn.ttserve_origin) -m found }}"
+    return [
+        # Before all rules of HTTP: those do not run for a request whose body is too slow.
+        "tcp-request content set-var(txn.ttserve_origin) req.hdr(origin)"
+        f" if {{ req.hdr(origin){named or ' -m found'} }}",
+        # Only answers of ingresses pass this rule.
+        "http-response set-var(txn.ttserve_is_ingress) bool(true)",
+        f"http-after-response set-header access-control-allow-origin {allowed} if {page}",
+        f"http-after-response set-header access-control-expose-headers retry-after if {page}",
+        *([] if is_any else [f"http-after-response add-header vary Origin if {own}"]),
+    ]
 
 
 def _request_rules(config: str, section: str, files: ErrorFiles, front: FrontSettings) -> list[str]:

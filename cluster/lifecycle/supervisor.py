@@ -30,7 +30,7 @@ import msgspec
 import typer
 
 from cluster.config.environment import process_environment
-from cluster.config.front import FrontSettings
+from cluster.config.front import CORS_ORIGINS_VARIABLE, FrontSettings
 from cluster.config.serve_file import read_faults, read_serve_file
 from cluster.edge.api_keys import shared_key_entry
 from cluster.errors import ClusterConfigError
@@ -41,6 +41,7 @@ from cluster.lifecycle.processes import process_table
 from cluster.lifecycle.ray_token import own_token
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import FrameType
 
     from cluster.config.serve_file import ServeFile
@@ -101,7 +102,13 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def serve(options: ServeOptions, host: str, port: int, api_key: str = "") -> int:
+def serve(
+    options: ServeOptions,
+    host: str,
+    port: int,
+    api_key: str = "",
+    cors_origins: Sequence[str] = (),
+) -> int:
     """Run the server until it ends or a signal arrives.
 
     The first SIGINT, SIGTERM or SIGHUP asks for a clean stop; a second one, or `STOP_DEADLINE_S`,
@@ -112,6 +119,7 @@ def serve(options: ServeOptions, host: str, port: int, api_key: str = "") -> int
         host: Address of the endpoint.
         port: Port of the endpoint.
         api_key: Key that all clients share; "" without one.
+        cors_origins: Origins of web pages that may read HAProxy's own errors.
 
     Returns:
         The driver's exit code, 0 after a clean stop; 1 if it had to be killed.
@@ -144,6 +152,7 @@ def serve(options: ServeOptions, host: str, port: int, api_key: str = "") -> int
         # Ignore the caller's token: this server has a token of its own.
         variables = own_token(folder, process_environment())
         variables = {k: v for k, v in variables.items() if k not in API_KEY_VARIABLES}
+        variables[CORS_ORIGINS_VARIABLE] = ",".join(cors_origins)
         # Closing the pipe stops the driver. The kernel closes it if this process is killed.
         argument = msgspec.json.encode(options).decode()
         driver = subprocess.Popen(

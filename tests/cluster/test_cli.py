@@ -69,6 +69,14 @@ def test_environment_is_for_a_shell_and_names_a_new_private_folder(run, monkeypa
     assert folders[0] != folders[1]
 
 
+def test_environment_names_the_origins_of_web_pages(run):
+    result = run("environment", "--cors-origins", "https://a.example,https://b.example")
+    assert "export TTSERVE_CORS_ORIGINS=https://a.example,https://b.example\n" in result.stdout
+    Path(re.search(r"RAY_TMPDIR=(\S+)", result.stdout)[1]).rmdir()
+    result = run("environment", "--cors-origins", "https://a.example/path")
+    assert (result.exit_code, result.stdout) == (2, "false\n")
+
+
 def test_environment_refuses_a_readable_token_and_fails_in_eval(run, monkeypatch):
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     try:

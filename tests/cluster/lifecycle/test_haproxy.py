@@ -108,6 +108,8 @@ def test_a_header_marks_a_loopback_listener(public, is_told):
         ("TTSERVE_TRUSTED_PROXIES", "gateway.example"),
         ("TTSERVE_TLS_CERTIFICATE", "tls.pem"),
         ("TTSERVE_TLS_CERTIFICATE", "/tls.pem verify none"),
+        ("TTSERVE_CORS_ORIGINS", "https://chat.example.com/path"),
+        ("TTSERVE_CORS_ORIGINS", "https://a.example }"),
     ],
 )
 def test_invalid_settings_are_refused_by_name(variable, value):
@@ -174,6 +176,14 @@ def test_rewriting_twice_changes_nothing_more():
     once = haproxy.rewrite(CONFIG.format(public="10.0.0.5:80"), "/tmp/h/e.http")
     assert haproxy.rewrite(once, "/tmp/h/e.http") == once
     assert "127.0.0.1:9101" in once
+
+
+@pytest.mark.parametrize("origins", [("https://a.example", "https://b.example"), ("*",)])
+def test_protecting_twice_changes_nothing_more(origins):
+    front = FrontSettings(cors_origins=origins)
+    once = haproxy.protect(CONFIG.format(public="127.0.0.1:8000"), FILES, front)
+    assert haproxy.protect(once, FILES, front) == once
+    assert once.count("tcp-request content") == 1
 
 
 def test_no_readiness_check_is_ready_while_its_host_leaves():

@@ -547,6 +547,58 @@ def test_with_a_certificate_the_public_port_speaks_tls_and_the_operations_port_d
         assert get(front.operations_port, "/health") == 200
 
 
+ORIGIN = "https://chat.example.com"
+
+
+def headers_of(port, raw):
+    """Status and headers of the answer to a request."""
+    with contextlib.closing(connect(port)) as client:
+        client.sendall(raw)
+        response = http.client.HTTPResponse(client)
+        response.begin()
+        return response.status, response.headers
+
+
+@pytest.mark.parametrize(
+    ("origins", "allowed", "vary"),
+    [(f"https://other.example,{ORIGIN}", ORIGIN, "Origin"), ("*", "*", None)],
+)
+def test_a_page_of_a_named_origin_can_read_haproxys_own_errors(
+    config, shared, origins, allowed, vary
+):
+    variables = {"TTSERVE_CORS_ORIGINS": origins}
+    with world(
+        config, shared, make_app(), variables=variables, request_timeout_s=1, client_timeout_s=2
+    ) as front:
+        page = [f"Origin: {ORIGIN}"]
+        slow = request_bytes(b"{", length=500, headers=page)
+        whole = request_bytes(HI, headers=page)
+        # The ingress of this test has no `cors_origins`, and its answers stay as they are.
+        status, headers = headers_of(front.port, whole)
+        assert status == 200
+        assert headers["access-control-allow-origin"] is headers["vary"] is None
+        errors = {408: slow, 405: whole.replace(b"POST", b"BREW", 1)}
+        for expected, raw in errors.items():
+            check_readable(headers_of(front.port, raw), expected, allowed, vary)
+        front.tell("disable server http-app/one")
+        check_readable(headers_of(front.port, whole), 503, allowed, vary)
+        _, headers = headers_of(front.operations_port, whole)
+        assert headers["access-control-allow-origin"] is None
+        for other in ("https://other.example.evil", "null"):
+            raw = request_bytes(HI, headers=[f"Origin: {other}"])
+            _, headers = headers_of(front.port, raw)
+            assert headers["access-control-allow-origin"] == ("*" if allowed == "*" else None)
+            assert headers["vary"] == vary
+
+
+def check_readable(answered, status, allowed, vary):
+    assert answered[0] == status
+    headers = answered[1]
+    assert headers["access-control-allow-origin"] == allowed, status
+    assert headers["access-control-expose-headers"] == "retry-after"
+    assert headers["vary"] == vary
+
+
 def test_unknown_methods_become_no_metric_labels(config, shared):
     """Serve makes a label of each method that HAProxy logs for it."""
     app = make_app()

@@ -1,5 +1,6 @@
 """What `ttserve doctor` says of sockets, and that SECURITY.md says the same."""
 
+import copy
 import os
 import re
 import subprocess
@@ -193,3 +194,14 @@ def test_serving_on_such_an_address_warns_once_before_it_starts(tmp_path, monkey
     for more, num_warnings in (([], 0), (["--host", "0.0.0.0"], 1)):
         result = CliRunner().invoke(cli.app, ["serve", "--config", str(path), *more])
         assert result.output.count("without API keys") == num_warnings
+
+
+def test_serving_tells_haproxy_the_origins_of_web_pages(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr("cluster.lifecycle.supervisor.serve", lambda *call: calls.append(call) or 0)
+    path = tmp_path / "serve.yaml"
+    application = copy.deepcopy(CONFIG["applications"][0])
+    application["args"]["ingress"] = {"cors_origins": ["https://a.example"]}
+    path.write_text(yaml.safe_dump({**CONFIG, "applications": [application]}))
+    assert CliRunner().invoke(cli.app, ["serve", "--config", str(path)]).exit_code == 0
+    assert calls[0][-1] == ("https://a.example",)
