@@ -1,7 +1,8 @@
-"""An ingress knows what engines of several KV groups, and of windows, would hit: no more, no less.
+"""An ingress knows what engines of several KV groups would hit: no more, no less.
 
 Their schedulers run random requests in few blocks, so that blocks are freed behind windows, shared,
-evicted and cached again; the ingress has only the events of their prefix caches.
+evicted and cached again, and states kept at checkpoints; the ingress has only the events of their
+prefix caches.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from cluster.routing.demand import Demand
 from cluster.routing.placement import Placement
 from cluster.routing.prefix_index import PrefixIndex
 from replicas.messages import KVEventBatch
-from tests.kv_groups import one_kv_group
+from tests.kv_groups import one_kv_group, states_group
 from tests.replicas.engine.fakes import (
     PREFIX_CACHE_KEY,
     make_sequence,
@@ -25,24 +26,36 @@ from tests.replicas.engine.fakes import (
 )
 
 MAX_LEN = 48
+STATES = "states"
 SHAPES = {
     "a window": [(4, 6)],
     "a window of less than a block": [(4, 2)],
     "full and window": [(4, None), (4, 9)],
     "blocks of two sizes": [(2, None), (4, 7)],
     "two full, two windows": [(4, None), (2, None), (4, 5), (2, 11)],
+    "full and states": [(4, None), (4, STATES)],
+    "states of more tokens": [(2, None), (8, STATES)],
+    "full, window and states": [(4, None), (4, 7), (2, STATES)],
 }
+"""Block size of each KV group, and its window, None, or STATES for recurrent layers."""
+
+
+def kv_groups_of(shape):
+    found = []
+    for size, window in shape:
+        num_blocks = 3 + MAX_LEN // size
+        if window == STATES:
+            found.append(states_group(num_blocks, size))
+        else:
+            found += one_kv_group(num_blocks, size, window=window)
+    return tuple(found)
 
 
 class Engine:
     """A scheduler without a device, that two ingresses could follow."""
 
     def __init__(self, shape, dice):
-        self.groups = tuple(
-            group
-            for size, window in shape
-            for group in one_kv_group(3 + MAX_LEN // size, size, window=window)
-        )
+        self.groups = kv_groups_of(shape)
         self.scheduler = scheduler_of(
             kv_groups=self.groups, max_model_len=MAX_LEN, max_batch_size=2
         )
