@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from scripts.roofline.ops import Op
 
 STATED: dict[Key, float] = {key: stated.value for key, stated in ASSUMPTIONS.items()}
+SLOWER: dict[Key, float] = {
+    key: stated.other if stated.other is not None and stated.other_is_slower else stated.value
+    for key, stated in ASSUMPTIONS.items()
+}
+"""The slower value of each published pair, all together."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,10 @@ Key: TypeAlias = Literal[
 ]  # fmt: skip
 
 
+LEAST_SHARE = 0.01
+"""Larger values are shares, smaller ones seconds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stated:
     """One assumption.
@@ -123,6 +127,13 @@ class Stated:
     source: str
     other: float | None = None
     other_source: str = ""
+
+    @property
+    def other_is_slower(self) -> bool:
+        """Whether ops take longer with the other value; values above 1 % are shares."""
+        if self.other is None:
+            return False
+        return self.other < self.value if self.value > LEAST_SHARE else self.other > self.value
 
 
 ASSUMPTIONS: dict[Key, Stated] = {

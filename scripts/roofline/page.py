@@ -12,8 +12,16 @@ from replicas.generators.ttnn.programs import ChipCores, bank_readers
 from replicas.tt.meshes import mesh_spec
 from scripts.roofline.chunk import chunk_ops
 from scripts.roofline.decode import decode_ops
-from scripts.roofline.estimate import STATED, limit_s, timed, total_s
-from scripts.roofline.facts import ASSUMPTIONS, CORES, MESHES, MODELS, SOURCES, published
+from scripts.roofline.estimate import SLOWER, STATED, limit_s, timed, total_s
+from scripts.roofline.facts import (
+    ASSUMPTIONS,
+    CORES,
+    LEAST_SHARE,
+    MESHES,
+    MODELS,
+    SOURCES,
+    published,
+)
 from scripts.roofline.ops import (
     ALL_PRODUCTS,
     UPSTREAM,
@@ -23,11 +31,11 @@ from scripts.roofline.ops import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from replicas.generators.ttnn.profiles import Fidelity
     from scripts.roofline.estimate import Timed
-    from scripts.roofline.facts import Cores
+    from scripts.roofline.facts import Cores, Key, Topology
     from scripts.roofline.ops import Design, Op, Precision, Product, Program
 
 CHUNKS = (128, 1024, 8192)
@@ -45,6 +53,8 @@ _PROFILE = "performance"
 """The profile that most of the page is about."""
 _FIDELITIES: tuple[Fidelity, ...] = ("LoFi", "HiFi2", "HiFi4")
 _MICRO = "\u00b5s"
+_UPSTREAM = "*upstream's*"
+_TOPOLOGIES: tuple[Topology, ...] = ("line", "ring")
 _ONCE: dict[Product, Program] = dict.fromkeys(ALL_PRODUCTS, "columns")
 """Programs that read every weight exactly once."""
 
@@ -68,7 +78,7 @@ def upstream(_model: str, mesh: str) -> Kind:
 
 KINDS: dict[str, Callable[[str, str], Kind]] = {
     **{name: partial(native, name) for name in PROFILES},
-    "*upstream's*": upstream,
+    _UPSTREAM: upstream,
 }
 """The variants that the page shows of each model and mesh, by name."""
 
@@ -82,9 +92,27 @@ def decode(model: str, mesh: str, kind: Kind) -> list[Op]:
     )  # fmt: skip
 
 
-def decode_timed(model: str, mesh: str, kind: Kind) -> list[Timed]:
-    """Return the ops of `decode` with times."""
-    return timed(decode(model, mesh, kind), mesh_spec(mesh))
+def decode_timed(
+    model: str,
+    mesh: str,
+    kind: Kind,
+    given: Mapping[Key, float] = STATED,
+    topology: Topology = "line",
+) -> list[Timed]:
+    """Return the ops of `decode` with times; arguments as for `estimate.timed`."""
+    return timed(decode(model, mesh, kind), mesh_spec(mesh), given, topology)
+
+
+def decode_rate(
+    model: str,
+    mesh: str,
+    name: str,
+    given: Mapping[Key, float] = STATED,
+    topology: Topology = "line",
+) -> float:
+    """Return the estimated tokens/s/user of a kind of `KINDS`; see `decode_timed`."""
+    kind = KINDS[name](model, mesh)
+    return 1 / total_s(decode_timed(model, mesh, kind, given, topology))
 
 
 def decode_limit_s(model: str, mesh: str, precision: Precision) -> tuple[float, float]:
@@ -113,6 +141,10 @@ the model of time. A decode step has 32 rows, each with {CONTEXT} tokens of cont
 tokens on the device; a mesh is one lane. "Upstream's programs" are those of tt_transformers'
 performance settings in the same model of time. The comparison with upstream's published rates shows
 how far that model can be trusted.
+
+The ratio to upstream's programs says more than any rate: the same model of time gives both, so
+most of its errors cancel. Where sources publish two values of an assumption, a rate has a range:
+with the stated values, and with the slower of each pair, all together.
 """
 
 
@@ -163,30 +195,45 @@ None was fitted to a rate below.
 - The time of an op is the longest of four: its bytes, its arithmetic, its kernel's own time and its
   way over links. Ops run one after another.
 - Times of collectives are interpolated between measurements on Wormhole (collectives); those of a
-  T3K are for a ring.
+  T3K are for a line, the usual fabric of its mesh here; [a ring](#t3k-as-a-ring) is faster.
 - Times of kernels hold for 32 rows of any width. On Blackhole they are shorter by its faster clock.
 - The host costs nothing: two steps are under way.
 - For Blackhole no share of DRAM is published for a product, so Wormhole's are used. Plain readers
   on Blackhole reach 98 % beside the banks, and 67 % elsewhere (dram-blackhole).
 
-{_table(["value", "what", "source", "or"], rows)}"""
+{_table(["stated", "what", "source", "or"], rows)}"""
 
 
 def _value(value: float) -> str:
-    if value > 1e-2:
+    if value > LEAST_SHARE:
         return f"{100 * value:.0f} %"
     return f"{1e6 * value:.3g} {_MICRO}" if value > 1e-7 else f"{1e9 * value:.3g} ns"
 
 
+def _rates(model: str, mesh: str, num_users: int) -> str:
+    """Return the published, measured rates of as many users."""
+    return ", ".join(
+        f"{rate.tokens_per_s_per_user:g}" + (" (two readers)" if rate.kind != "measured" else "")
+        for rate in published()
+        if (rate.model, rate.mesh, rate.batch) == (model, mesh, num_users)
+        and rate.kind.startswith("measured")
+    )
+
+
 def _decode() -> str:
-    rows = []
+    summary, rows = [], []
     for model in MODELS:
         for mesh in MESHES:
-            rates = [
-                f"{rate.tokens_per_s_per_user:g}"
-                for rate in published()
-                if (rate.model, rate.mesh, rate.kind) == (model, mesh, "measured")
-            ]
+            slow, fast = (decode_rate(model, mesh, _PROFILE, given) for given in (SLOWER, STATED))
+            their_slow, their_fast = (
+                decode_rate(model, mesh, _UPSTREAM, given) for given in (SLOWER, STATED)
+            )
+            ratios = f"{100 * slow / their_slow:.0f} to {100 * fast / their_fast:.0f} %"
+            summary.append([
+                model, mesh, f"**{ratios}**",
+                f"{slow:.1f} to {fast:.1f}", f"{their_slow:.1f} to {their_fast:.1f}",
+                _rates(model, mesh, 32), _rates(model, mesh, 1),
+            ])  # fmt: skip
             for name, make in KINDS.items():
                 kind = make(model, mesh)
                 found = decode_timed(model, mesh, kind)
@@ -196,17 +243,55 @@ def _decode() -> str:
                     f"{sum(t.op.count * t.op.num_bytes for t in found) / 1e9:.2f}",
                     f"{sum(t.op.count * t.op.flops for t in found) / 1e9:.0f}",
                     f"{1e3 * dram_s:.1f}", f"{1e3 * math_s:.1f}", f"{1e3 * total_s(found):.1f}",
-                    f"{1 / max(dram_s, math_s):.1f}", f"**{1 / total_s(found):.1f}**",
-                    ", ".join(rates),
+                    f"{1 / max(dram_s, math_s):.1f}",
+                    f"{decode_rate(model, mesh, name, SLOWER):.1f}", f"{1 / total_s(found):.1f}",
                 ])  # fmt: skip
+    heads = ["model", "mesh", f"`{_PROFILE}`, of upstream's programs", f"`{_PROFILE}`",
+             "upstream's programs", "published, 32 users", "published, 1 user"]  # fmt: skip
     header = ["model", "mesh", "profile", "GB", "GFLOP", "DRAM ms", "arithmetic ms", "estimate ms",
-              "limit tokens/s/user", "estimate tokens/s/user", "published"]  # fmt: skip
+              "limit", "with the slower values", "with the stated values"]  # fmt: skip
     return f"""\
 ## Decode
 
+Estimates, from the slower values to the stated ones, beside measured rates, all in tokens/s/user.
+The estimates are of 32 users. A step of one user reads the same weights and less of the cache, so
+its rates stand apart. Of a p150 upstream has published rates with one core beside each bank, and
+one with two ("two readers"), as in both columns of estimates. A T3K is a line here; upstream's
+programs make [a ring](#t3k-as-a-ring) of it.
+
+{_table(heads, summary)}
 For one chip and step: the bytes read, arithmetic in whole tiles, the times of both at the chip's
-peak if nothing is read twice, and the estimate. A token of one user costs the step's bytes for any
-number of users up to 32. Published rates are measured ones, of batches of 1 and 32.
+peak if nothing is read twice, the estimate with the stated values, and tokens/s/user.
+
+{_table(header, rows)}
+{_ring()}"""
+
+
+def _ring() -> str:
+    rows = []
+    for model in MODELS:
+        for name in KINDS:
+            rates = [
+                decode_rate(model, "T3K", name, given, topology)
+                for topology in _TOPOLOGIES
+                for given in (SLOWER, STATED)
+            ]
+            rows.append([model, name, *(f"{rate:.1f}" for rate in rates)])
+    ratios = [
+        100 * decode_rate("Llama-3.1-8B", "T3K", _PROFILE, given)
+        / decode_rate("Llama-3.1-8B", "T3K", _UPSTREAM, given, "ring")
+        for given in (SLOWER, STATED)
+    ]  # fmt: skip
+    of_ring = f"{min(ratios):.0f} to {max(ratios):.0f} %"
+    header = ["model", "profile", *(f"{topology}, {given} values" for topology in _TOPOLOGIES
+                                    for given in ("slower", "stated"))]  # fmt: skip
+    return f"""\
+### T3K as a ring
+
+Tokens/s/user, of 32 users. The native models use a ring if the mesh is opened with one
+(`mesh: {{fabric: FABRIC_1D_RING}}`). tt_transformers asks for one on a T3K, so its published rates
+compare with the ring's columns. `{_PROFILE}` of Llama-3.1-8B on a line has {of_ring} of upstream's
+programs on a ring.
 
 {_table(header, rows)}"""
 
@@ -285,26 +370,27 @@ def _remains() -> str:
     rates = [
         r.tokens_per_s_per_user
         for r in published()
-        if (r.model, r.mesh, r.kind) == (model, mesh, "measured")
+        if (r.model, r.mesh, r.kind, r.batch) == (model, mesh, "measured", readme.batch)
     ]
     rows = []
-    for name, make in KINDS.items():
-        whole = total_s(decode_timed(model, mesh, make(model, mesh)))
-        rows.append([
-            name, f"{1e3 * whole:.1f}", f"{1 / whole:.1f}", f"{100 / whole / rate:.0f} %",
-            f"{1e3 * (1 / rate - whole):+.1f}",
-        ])  # fmt: skip
+    for name in KINDS:
+        for text, given in (("stated", STATED), ("slower", SLOWER)):
+            ours = decode_rate(model, mesh, name, given)
+            rows.append([
+                name, text, f"{1e3 / ours:.1f}", f"{ours:.1f}", f"{100 * ours / rate:.0f} %",
+                f"{1e3 * (1 / rate - 1 / ours):+.1f}",
+            ])  # fmt: skip
     return f"""\
 ## Llama-3.1-8B on N150: what remains
 
 Beside the published {rate:g} tokens/s/user ({readme.source}: {1e3 / rate:.1f} ms a step of
 {readme.batch} users):
 
-{_table(["profile", "ms", "tokens/s/user", "of the published", "ms to it"], rows)}
+{_table(["profile", "values", "ms", "tokens/s/user", "of the published", "ms to it"], rows)}
 No assumption here covers the rest of upstream's own step beyond the estimate of its programs: a
 host that reads logits or tokens between steps, cores at the banks that wait for their rows, a
-context that grows. Published rates of the same settings range from {min(rates):g} to {max(rates):g}
-tokens/s/user.
+context that grows. Published rates of the same settings and number of users range from
+{min(rates):g} to {max(rates):g} tokens/s/user.
 
 Change with another value of one assumption, in ms a step:
 
@@ -332,21 +418,27 @@ def _beside() -> str:
     rows = []
     for rate in published():
         limit = 1 / max(decode_limit_s(rate.model, rate.mesh, UPSTREAM_PRECISION))
-        place = rate.model, rate.mesh
-        estimate = 1 / total_s(decode_timed(*place, native(_PROFILE, *place)))
-        theirs = 1 / total_s(decode_timed(*place, upstream(*place)))
-        given = rate.tokens_per_s_per_user
+        rate_of = rate.tokens_per_s_per_user
+        estimates = [
+            decode_rate(rate.model, rate.mesh, name, given)
+            for name in (_PROFILE, _UPSTREAM)
+            for given in (SLOWER, STATED)
+        ]
         rows.append([
             rate.model, rate.mesh, str(rate.batch), str(rate.prompt or ""), rate.kind, rate.source,
-            f"{rate.ttft_ms:g}", f"{given:g}", f"{100 * estimate / given:.0f} %",
-            f"{100 * theirs / given:.0f} %", "yes" if given > limit else "",
+            f"{rate.ttft_ms:g}", f"{rate_of:g}",
+            *(f"{100 * estimate / rate_of:.0f} %" for estimate in estimates),
+            "yes" if rate_of > limit else "",
         ])  # fmt: skip
     header = ["model", "mesh", "users", "prompt", "kind", "source", "TTFT ms", "tokens/s/user",
-              "`performance` of it", "upstream's programs of it", "above the limit"]  # fmt: skip
+              "`performance` of it, slower", "stated", "upstream's programs of it, slower",
+              "stated", "above the limit"]  # fmt: skip
     return f"""\
 ## Beside published rates
 
-Estimates, of 32 rows, in percent of the published rates. "Above the limit": more than a chip's DRAM
+Estimates, of 32 users whatever the users of a rate, with the slower and the stated values, in
+percent of the published rates. The columns of upstream's programs on measured rates of 32 users
+are the error of this page. "Above the limit": more than a chip's DRAM
 allows with the weights of upstream's performance settings and all rows' contexts.
 
 {_table(header, rows)}

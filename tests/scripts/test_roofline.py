@@ -16,7 +16,7 @@ from replicas.tt.meshes import mesh_spec
 from scripts import roofline_page
 from scripts.roofline import page
 from scripts.roofline.decode import decode_ops
-from scripts.roofline.estimate import STATED, limit_s, timed, total_s
+from scripts.roofline.estimate import SLOWER, STATED, limit_s, timed, total_s
 from scripts.roofline.facts import (
     ASSUMPTIONS,
     CORES,
@@ -62,6 +62,26 @@ def test_who_asks_the_script_for_help_keeps_the_page(tmp_path, monkeypatch, caps
     assert "docs/roofline.md" in capsys.readouterr().out
     roofline_page.main([])
     assert (tmp_path / "roofline.md").read_text(encoding="utf-8") == page.text()
+
+
+def test_rates_of_one_user_and_of_32_stand_apart():
+    _, _, section = page.text().partition("## Decode")
+    rows = [line.split("|") for line in section.partition("\n## ")[0].splitlines()]
+    [row] = [row for row in rows if row[1:3] == [" Llama-3.1-8B ", " P150 "] and len(row) == 9]
+    assert [cell.strip() for cell in row[6:8]] == ["33.1, 32.75, 42.08 (two readers)", "33.6"]
+
+
+@every_place
+@every_model
+@every_kind
+def test_a_range_begins_with_the_slower_values_and_a_ring_is_no_slower(model, mesh, kind):
+    slow, fast = (page.decode_rate(model, mesh, kind, given) for given in (SLOWER, STATED))
+    assert slow < fast
+    for key in STATED:
+        one = page.decode_rate(model, mesh, kind, {**STATED, key: SLOWER[key]})
+        assert one <= fast, key
+    if mesh == "T3K":
+        assert page.decode_rate(model, mesh, kind, topology="ring") > fast
 
 
 def test_every_source_is_named_and_every_name_is_a_source():
