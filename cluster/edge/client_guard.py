@@ -98,7 +98,8 @@ class ClientLimits:
     """Limits on the memory and time that clients may use in a process.
 
     At most `max_bodies * free_bytes + shared_bytes` bytes of bodies are held: 512 MiB. An answer
-    with a declared length also takes from `shared_bytes`, until its client has read it.
+    with a declared length also takes from `shared_bytes`, until its client has read it. One that is
+    larger than the part of its source takes all of that part.
 
     In an ingress replica a body is held until the application has received it. The application
     parses it in the same turn of its event loop. So beyond the 512 MiB there is at most one body of
@@ -125,6 +126,11 @@ class ClientLimits:
     free_bytes: int = 64 * 2**10
     shared_bytes: int = 256 * 2**20
     num_sources: int = 4
+
+    @property
+    def source_bytes(self) -> int:
+        """Most of `shared_bytes` that one source gets."""
+        return self.shared_bytes // self.num_sources
 
 
 def proxy_middlewares() -> list[Middleware]:
@@ -269,7 +275,7 @@ class ClientGuard:
         most = self._limits.shared_bytes
         if self.num_shared_bytes + num_bytes > most:
             raise _RefusedError(_saturated("too many large bodies are being received or sent"))
-        if self._shared_bytes_of[source] + num_bytes > most // self._limits.num_sources:
+        if self._shared_bytes_of[source] + num_bytes > self._limits.source_bytes:
             raise _RefusedError(
                 _saturated(f"too many large bodies of {source} are being received or sent")
             )
@@ -439,8 +445,11 @@ class _Exchange:
         headers: list[tuple[bytes, bytes]] = [*start.get("headers", ())]
         by_name = dict(headers)
         declared = by_name.get(b"content-length", b"0")
+        # An answer that is larger than its source's part can arrive, too: alone, and counted as all
+        # of that part. Its memory is already used, and the next attempt would be as large.
+        num_bytes = min(int(declared) - self._limits.free_bytes, self._limits.source_bytes)
         try:
-            self._reserve_shared_bytes(int(declared) - self._limits.free_bytes)
+            self._reserve_shared_bytes(num_bytes)
         except _RefusedError as refused:
             self._is_refused = True
             request_id = by_name.get(_REQUEST_ID, b"").decode("latin-1") or None

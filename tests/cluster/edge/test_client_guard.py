@@ -309,8 +309,13 @@ def test_an_answer_that_cannot_be_held_is_refused_in_the_same_form(monkeypatch):
         await Response(b"x" * LARGE_ANSWER)(scope, receive, send)
 
     app = with_boundary(answers_much, [ORIGIN], "/llm")
-    none_shared = ClientLimits(shared_bytes=0)
-    with of_web_pages(monkeypatch, app, none_shared) as port:
+    limits = ClientLimits(shared_bytes=LARGE_ANSWER, num_sources=1)
+    with (
+        of_web_pages(monkeypatch, app, limits) as port,
+        contextlib.closing(connect(port, receive_bytes=4096)) as other,
+    ):
+        other.sendall(request_bytes(b"{}"))
+        assert other.recv(1) == b"H"  # Its answer is held until it is read.
         reply, body = whole_answer_of(port, b"{}", "/llm/v1/messages", **{"x-request-id": "job-7"})
     assert (reply.status, body["error"]["type"], body["request_id"]) == (
         529, "overloaded_error", "job-7",
@@ -433,6 +438,18 @@ def test_unread_large_answers_use_the_shared_bytes():
             assert (status, len(text)) == (200, LARGE_ANSWER)
         poll(lambda: guard.num_shared_bytes == 0, "all is given back")
         assert ask(port, HI, headers=greedy)[0] == 200
+
+
+def test_an_answer_that_is_larger_than_the_part_of_its_source_arrives_alone():
+    limits = ClientLimits(shared_bytes=LARGE_ANSWER, num_sources=4)
+    with serve_guarded(ingress_middlewares, answers_much, limits) as (guard, port):
+        status, text = ask(port, HI)
+        assert (status, len(text)) == (200, LARGE_ANSWER)
+        poll(lambda: guard.num_shared_bytes == 0, "all is given back")
+        with contextlib.closing(connect(port, receive_bytes=4096)) as client:
+            client.sendall(request_bytes(HI))
+            poll(lambda: guard.num_shared_bytes == LARGE_ANSWER // 4, "its answer is counted")
+            assert ask(port, HI)[0] == 429
 
 
 def test_an_unread_large_answer_is_dropped():
