@@ -547,6 +547,32 @@ def bench_serve(context: typer.Context) -> None:
     raise typer.Exit(code)
 
 
+@bench.command("latency", context_settings=_PASSED_ON)
+def bench_latency(context: typer.Context) -> None:
+    """Measure the time that one batch takes on an engine, without a server."""
+    from cluster.bench.errors import BenchError
+    from cluster.bench.offline import bench_latency as run
+
+    try:
+        code = run(context.args, typer.echo)
+    except BenchError as error:
+        _fail(str(error), _BAD_CONFIG)
+    raise typer.Exit(code)
+
+
+@bench.command("throughput", context_settings=_PASSED_ON)
+def bench_throughput(context: typer.Context) -> None:
+    """Measure the tokens per second of many requests on an engine, without a server."""
+    from cluster.bench.errors import BenchError
+    from cluster.bench.offline import bench_throughput as run
+
+    try:
+        code = run(context.args, typer.echo)
+    except BenchError as error:
+        _fail(str(error), _BAD_CONFIG)
+    raise typer.Exit(code)
+
+
 @keys.command("new")
 def keys_new(
     tenant: Annotated[str, typer.Argument(help="The tenant's name.")],

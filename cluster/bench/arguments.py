@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from cluster.bench.errors import BenchError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 DRAWN = frozenset({"random", "prefix_repetition"})
 """Data sets without a file."""
-DATASETS = ("random", "sharegpt")
+DATASETS = ("random", "sharegpt", "sonnet", "hf", "custom", "prefix_repetition", "timed_trace")
 BACKENDS = {
     "openai": "/v1/completions",
     "vllm": "/v1/completions",
@@ -35,6 +35,12 @@ SAMPLING = (
     "presence_penalty",
     "repetition_penalty",
 )
+
+_SHORT = {
+    "-tp": "tensor_parallel_size",
+    "-pp": "pipeline_parallel_size",
+    "-dp": "data_parallel_size",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -60,7 +66,8 @@ def serve_parser() -> argparse.ArgumentParser:
     add("--model", help="Model name; by default the server's first.")
     add("--served-model-name", help="Name to send, if it is not --model.")
     add("--tokenizer", help="Model folder whose tokenizer counts tokens; by default the model's.")
-    _add_dataset_options(parser)
+    _add_dataset_options(parser, "random")
+    add("--self-timed", action=argparse.BooleanOptionalAction, help="Send as a timed trace says.")
     add(
         "--request-rate",
         type=float,
@@ -92,6 +99,102 @@ def serve_parser() -> argparse.ArgumentParser:
     add("--result-filename")
     add("--disable-tqdm", action="store_true", help="Show no progress.")
     return parser
+
+
+def latency_parser() -> argparse.ArgumentParser:
+    """Return the parser of `ttserve bench latency`."""
+    parser = _Parser(
+        "ttserve bench latency",
+        description="Measure one batch on an engine. Options are those of `vllm bench latency`; "
+        "options that are not listed are those of an engine.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", default="demo", help="Model folder; `demo` is bundled.")
+    add("--input-len", type=int, default=32, help="Tokens of each prompt.")
+    add("--output-len", type=int, default=128, help="Output tokens of each prompt.")
+    add("--batch-size", type=int, default=8, help="Prompts of the batch.")
+    add("--n", type=int, default=1, help="Sequences for each prompt.")
+    add("--use-beam-search", action="store_true", help="Search with --n beams.")
+    add("--num-iters-warmup", type=int, default=10, help="Iterations before the measurement.")
+    add("--num-iters", type=int, default=30, help="Iterations that are measured.")
+    add("--output-json", type=Path, help="File for the figures.")
+    return parser
+
+
+def throughput_parser() -> argparse.ArgumentParser:
+    """Return the parser of `ttserve bench throughput`."""
+    parser = _Parser(
+        "ttserve bench throughput",
+        description="Measure many requests on an engine. Options are those of `vllm bench "
+        "throughput`; options that are not listed are those of an engine.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", default="demo", help="Model folder; `demo` is bundled.")
+    add("--tokenizer", help="Model folder whose tokenizer counts tokens; by default the model's.")
+    add("--backend", choices=["vllm"], default="vllm", help="Other backends do not exist here.")
+    _add_dataset_options(parser, "sharegpt")
+    add("--n", type=int, default=1, help="Sequences for each prompt.")
+    add("--async-engine", action="store_true", help="Use `AsyncLLM` instead of `LLM`.")
+    add("--output-json", type=Path, help="File for the figures.")
+    return parser
+
+
+def parse_known(
+    parser: argparse.ArgumentParser, arguments: Sequence[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """Parse a command line; return the arguments that the parser does not know, too.
+
+    Raises:
+        BenchError: An option has a value that it cannot have.
+    """
+    return parser.parse_known_args([_dashed(argument) for argument in arguments])
+
+
+def engine_options(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return command-line options of an engine as keywords of `replicas.LLM`.
+
+    `--name VALUE`, `--name=VALUE`, `--name` for true and `--no-name` for false. Values are JSON, or
+    text if they are none.
+
+    Raises:
+        BenchError: An argument belongs to no option, or asks for several devices.
+    """
+    options: dict[str, Any] = {}
+    left = list(arguments)
+    while left:
+        word = left.pop(0)
+        if not word.startswith("-"):
+            raise BenchError(f"{word!r} belongs to no option")
+        name, equals, value = word.partition("=")
+        name = _SHORT.get(name, name.removeprefix("--").replace("-", "_"))
+        if equals or (left and not left[0].startswith("-")):
+            options[name] = _value(value if equals else left.pop(0))
+        elif name.startswith("no_"):
+            options[name.removeprefix("no_")] = False
+        else:
+            options[name] = True
+    for name in _SHORT.values():
+        if options.pop(name, 1) != 1:
+            raise BenchError(f"{name} must be 1; mesh and tt_data_parallel decide, see docs")
+    if options.pop("disable_async_output_proc", False):
+        options["steps_in_flight"] = 1
+    if "max_num_seqs" in options:
+        options["max_batch_size"] = options.pop("max_num_seqs")
+    return options
+
+
+def at_least(options: argparse.Namespace, least: Mapping[str, int]) -> None:
+    """Check the smallest values of options; those without a value are not checked.
+
+    Raises:
+        BenchError: One is smaller.
+    """
+    for name, bound in least.items():
+        value = getattr(options, name)
+        if value is not None and value < bound:
+            raise BenchError(f"--{name.replace('_', '-')} is {value}; give {bound} or more")
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
@@ -128,10 +231,10 @@ def numbers(option: str, given: Sequence[str]) -> list[float]:
         raise BenchError(f"{option}: {error}") from None
 
 
-def _add_dataset_options(parser: argparse.ArgumentParser) -> None:
+def _add_dataset_options(parser: argparse.ArgumentParser, default: str) -> None:
     add = parser.add_argument
-    add("--dataset-name", choices=DATASETS, default="random")
-    add("--dataset-path", type=Path, help="File of the data set.")
+    add("--dataset-name", choices=DATASETS, default=default)
+    add("--dataset-path", type=Path, help="File or folder of the data set.")
     add("--num-prompts", type=int, default=1000)
     add("--no-oversample", action="store_true", help="Do not repeat requests of a short file.")
     add("--seed", type=int, default=0)
@@ -142,6 +245,20 @@ def _add_dataset_options(parser: argparse.ArgumentParser) -> None:
     add("--random-range-ratio", type=float, default=0.0, help="Lengths vary by this share.")
     add("--random-prefix-len", type=int, default=0, help="Tokens that all prompts share.")
     add("--sharegpt-output-len", type=int, help="By default the length of the file's answers.")
+    add("--sonnet-input-len", type=int, default=550)
+    add("--sonnet-output-len", type=int, default=150)
+    add("--sonnet-prefix-len", type=int, default=200, help="Tokens that all prompts share.")
+    add("--hf-output-len", type=int, default=200)
+    add("--custom-output-len", type=int, default=256, help="-1: the file's `output_tokens`.")
+    add(
+        "--skip-chat-template",
+        action="store_true",
+        help="Of custom and hf: send texts as they are.",
+    )
+    add("--prefix-repetition-prefix-len", type=int, default=256)
+    add("--prefix-repetition-suffix-len", type=int, default=256)
+    add("--prefix-repetition-num-prefixes", type=int, default=10)
+    add("--prefix-repetition-output-len", type=int, default=128)
 
 
 def _dashed(argument: str) -> str:
@@ -150,6 +267,13 @@ def _dashed(argument: str) -> str:
         return argument
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value
+
+
+def _value(text: str) -> Any:  # noqa: ANN401 - any JSON value
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ _MOST_TRIES = 10
 _MIN_LEN = 4
 _MAX_PROMPT_LEN = 1024
 _MAX_TOTAL_LEN = 2048
+_SONNET_TASK = "Go on with this poem, in the manner of its lines:"
 
 
 class SampleRequest(msgspec.Struct, frozen=True):
@@ -146,6 +147,143 @@ def sharegpt_requests(
     return requests
 
 
+def sonnet_requests(
+    path: Path, tokenizer: Tokenizer, number: int, lengths: Lengths, random: np.random.Generator
+) -> list[SampleRequest]:
+    """Make prompts of random lines of a text: the data set `sonnet`.
+
+    The first lines are the same in all prompts and have about `prefix_len` tokens.
+
+    Raises:
+        BenchError: The file cannot be read, or the lengths leave no line.
+    """
+    lines = [line for line in _read_text(path).splitlines() if line.strip()]
+    if not lines:
+        raise BenchError(f"{path}: has no line; check --dataset-path")
+    mean_len = float(np.mean([len(tokenizer.encode(f"{line}\n", False)) for line in lines]))
+    num_first = round((lengths.prefix_len - len(tokenizer.encode(_SONNET_TASK))) / mean_len)
+    num_lines = round((lengths.input_len - len(tokenizer.encode(_SONNET_TASK))) / mean_len)
+    num_first = max(0, num_first)
+    if num_lines <= num_first:
+        raise BenchError(
+            f"--sonnet-input-len {lengths.input_len} leaves no line after --sonnet-prefix-len "
+            f"{lengths.prefix_len}; increase it"
+        )
+    requests = []
+    for _ in range(number):
+        drawn = random.integers(0, len(lines), num_lines - num_first).tolist()
+        first = (lines * (num_first // len(lines) + 1))[:num_first]
+        text = "\n".join([_SONNET_TASK, *first, *(lines[index] for index in drawn)])
+        requests.append(SampleRequest(text, len(tokenizer.encode(text)), lengths.output_len))
+    return requests
+
+
+def prefix_requests(
+    tokenizer: Tokenizer,
+    number: int,
+    num_prefixes: int,
+    lengths: Lengths,
+    random: np.random.Generator,
+) -> list[SampleRequest]:
+    """Draw prompts that share one of several prefixes, in random order: `prefix_repetition`.
+
+    Each prefix has `number // num_prefixes` prompts.
+
+    Args:
+        tokenizer: Makes texts of tokens.
+        number: At least `num_prefixes`.
+        num_prefixes: At least 1.
+        lengths: `prefix_len` of the prefixes, `input_len` of what follows.
+        random: Source of tokens and order.
+
+    Raises:
+        BenchError: There are fewer requests than prefixes.
+    """
+    if not 1 <= num_prefixes <= number:
+        raise BenchError(
+            f"--prefix-repetition-num-prefixes is {num_prefixes}; give 1 to --num-prompts {number}"
+        )
+    tokens = _plain_tokens(tokenizer)
+    requests = []
+    for _ in range(num_prefixes):
+        prefix = exact_tokens(tokenizer, tokens, lengths.prefix_len, random)
+        for _ in range(number // num_prefixes):
+            prompt = prefix + exact_tokens(tokenizer, tokens, lengths.input_len, random)
+            text = tokenizer.decode(prompt, skip_special_tokens=False)
+            requests.append(SampleRequest(text, len(prompt), lengths.output_len))
+    return [requests[index] for index in random.permutation(len(requests)).tolist()]
+
+
+def text_requests(
+    rows: Sequence[TextRow], tokenizer: Tokenizer, output_len: int | None, *, as_chat: bool
+) -> list[SampleRequest]:
+    """Return a request for each row.
+
+    Args:
+        rows: Prompts.
+        tokenizer: Counts tokens.
+        output_len: Output tokens of all; None takes those of the rows.
+        as_chat: Whether prompts go through the tokenizer's chat template, if it has one.
+
+    Raises:
+        BenchError: A row has no length, and none is given.
+    """
+    requests = []
+    for row in rows:
+        text, asked = row.prompt, row.output_tokens if output_len is None else output_len
+        if asked is None:
+            raise BenchError("a row has no output_tokens; give --custom-output-len")
+        if as_chat and tokenizer.has_chat_template:
+            text = tokenizer.apply_chat_template([{"role": "user", "content": text}])
+        requests.append(SampleRequest(text, len(tokenizer.encode(text)), asked))
+    return requests
+
+
+def read_custom(path: Path) -> list[TextRow]:
+    """Read a JSON Lines file of objects with `prompt` and perhaps `output_tokens`.
+
+    Raises:
+        BenchError: The file cannot be read, or is no such file.
+    """
+    lines = [line for line in _read_text(path).splitlines() if line.strip()]
+    try:
+        rows = [msgspec.json.decode(line, type=TextRow) for line in lines]
+    except msgspec.MsgspecError as error:
+        raise BenchError(f"{path}: {error}; is it a file of this data set?") from None
+    if not rows:
+        raise BenchError(f"{path}: has no line; check --dataset-path")
+    return rows
+
+
+def read_hf(folder: Path) -> list[TextRow]:
+    """Read the prompts of a local folder of a Hugging Face data set, as far as it is JSON.
+
+    Rows have `prompt`, or `instruction` with an optional `input`, such as those of InstructCoder.
+
+    Raises:
+        BenchError: There is no such file in the folder, or a row has another form.
+    """
+    paths = sorted(p for p in folder.rglob("*.json*") if p.suffix in {".json", ".jsonl"})
+    found: list[TextRow] = []
+    for path in paths:
+        text = _read_text(path)
+        try:
+            rows = (
+                msgspec.json.decode(text, type=list[_HfRow])
+                if text.lstrip().startswith("[")
+                else msgspec.json.Decoder(_HfRow).decode_lines(text)
+            )
+        except msgspec.MsgspecError as error:
+            raise BenchError(f"{path}: {error}; is it a file of this data set?") from None
+        found += [TextRow(row.text) for row in rows if row.text]
+    if not found:
+        raise BenchError(
+            f"{folder}: no .json or .jsonl file has rows with prompt or instruction; give a local "
+            "folder, with its data as JSON"
+        )
+    return found
+
+
 def oversampled(
     requests: list[SampleRequest], number: int, random: np.random.Generator
 ) -> list[SampleRequest]:
@@ -166,6 +304,23 @@ def exact_tokens(
     return _fitted(tokenizer, tokens, drawn, random)
 
 
+class TextRow(msgspec.Struct):
+    """A prompt of a file, with the output tokens to ask for if the file has them."""
+
+    prompt: str
+    output_tokens: int | None = None
+
+
+class _HfRow(msgspec.Struct):
+    prompt: str = ""
+    instruction: str = ""
+    input: str = ""
+
+    @property
+    def text(self) -> str:
+        return self.prompt or "\n\n".join(filter(None, (self.input, self.instruction)))
+
+
 class _Turn(msgspec.Struct):
     value: str
 
@@ -174,11 +329,19 @@ class _Conversation(msgspec.Struct):
     conversations: list[_Turn] = []
 
 
-def _read_json(path: Path, kind: Any) -> Any:  # noqa: ANN401 - as `msgspec.json.decode`
+def _read_text(path: Path) -> str:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise BenchError(f"{path}: {error.strerror}; check --dataset-path") from None
+    except UnicodeDecodeError:
+        raise BenchError(f"{path}: is not UTF-8 text; check --dataset-path") from None
+
+
+def _read_json(path: Path, kind: Any) -> Any:  # noqa: ANN401 - as `msgspec.json.decode`
+    text = _read_text(path)
+    try:
+        return msgspec.json.decode(text, type=kind)
     except msgspec.MsgspecError as error:
         raise BenchError(f"{path}: {error}; is it a file of this data set?") from None
 

@@ -16,7 +16,15 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cluster.bench.arguments import BACKENDS, SAMPLING, numbers, pairs, parse, serve_parser
+from cluster.bench.arguments import (
+    BACKENDS,
+    SAMPLING,
+    at_least,
+    numbers,
+    pairs,
+    parse,
+    serve_parser,
+)
 from cluster.bench.arrivals import RampUp, arrival_times
 from cluster.bench.client import Target, first_model, send_all, send_one, wait_ready
 from cluster.bench.errors import BenchError
@@ -50,7 +58,12 @@ def bench_serve(arguments: Sequence[str], api_key: str, say: Say) -> int:
     """
     options = parse(serve_parser(), arguments)
     wanted = _wanted(options)
-    _check(options)
+    at_least(options, {"num_prompts": 1, "max_concurrency": 1, "seed": 0})
+    is_trace = options.dataset_name == "timed_trace"
+    if options.self_timed is not None and not is_trace:
+        raise BenchError("--self-timed and --no-self-timed need --dataset-name timed_trace")
+    if options.self_timed is None:
+        options.self_timed = is_trace
     return asyncio.run(_measure(options, wanted, api_key, say))
 
 
@@ -63,7 +76,7 @@ async def _measure(options: argparse.Namespace, wanted: Wanted, api_key: str, sa
     tokenizer_id = options.tokenizer or root
     random = np.random.default_rng(options.seed)
     requests = load_requests(options, load_tokenizer(tokenizer_id), random)
-    arrivals_s = _arrivals(options, len(requests), random)
+    arrivals_s = _arrivals(options, requests, random)
     if options.ready_check_timeout_sec > 0:
         await wait_ready(target, requests[0], options.ready_check_timeout_sec)
     await _warm_up(target, requests[0], options.num_warmups)
@@ -129,13 +142,6 @@ def _say_failures(run: Run, number: int, say: Say) -> None:
         say(f"{len(errors)} requests failed, the first with: {errors[0]}")
 
 
-def _check(options: argparse.Namespace) -> None:
-    for name, least in (("num_prompts", 1), ("max_concurrency", 1), ("seed", 0)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise BenchError(f"--{name.replace('_', '-')} is {value}; give {least} or more")
-
-
 def _wanted(options: argparse.Namespace) -> Wanted:
     percentiles = numbers("--metric-percentiles", options.metric_percentiles.split(","))
     goodput = pairs("--goodput", options.goodput, ":")
@@ -154,7 +160,7 @@ def _target(options: argparse.Namespace, api_key: str) -> Target:
         raise BenchError(f"--base-url must begin with http:// or https://, got {base_url!r}")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     body = {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
-    if options.ignore_eos or options.dataset_name == "random":
+    if options.ignore_eos or options.dataset_name in {"random", "timed_trace"}:
         body["ignore_eos"] = True
     is_chat = options.backend == "openai-chat"
     if options.logprobs is not None:
@@ -173,8 +179,10 @@ def _target(options: argparse.Namespace, api_key: str) -> Target:
 
 
 def _arrivals(
-    options: argparse.Namespace, number: int, random: np.random.Generator
+    options: argparse.Namespace, requests: Sequence[SampleRequest], random: np.random.Generator
 ) -> npt.NDArray[np.float64]:
+    if options.self_timed:
+        return np.array([request.arrival_s for request in requests], dtype=np.float64)
     ramp_up = None
     if options.ramp_up_strategy is not None:
         if None in (options.ramp_up_start_rps, options.ramp_up_end_rps):
@@ -184,7 +192,7 @@ def _arrivals(
         ramp_up = RampUp(
             options.ramp_up_strategy, options.ramp_up_start_rps, options.ramp_up_end_rps
         )
-    return arrival_times(number, options.request_rate, options.burstiness, random, ramp_up)
+    return arrival_times(len(requests), options.request_rate, options.burstiness, random, ramp_up)
 
 
 def _settings(options: argparse.Namespace, target: Target, tokenizer_id: str) -> dict[str, Any]:

@@ -7,9 +7,15 @@ import pytest
 
 from cluster.bench.datasets import (
     Lengths,
+    TextRow,
     oversampled,
+    prefix_requests,
     random_requests,
+    read_custom,
+    read_hf,
     sharegpt_requests,
+    sonnet_requests,
+    text_requests,
 )
 from cluster.bench.errors import BenchError
 from cluster.bench.samples import load_tokenizer
@@ -110,3 +116,74 @@ def test_a_file_that_is_no_sharegpt_is_refused(tmp_path, tokenizer, text):
         path.write_text(text)
     with pytest.raises(BenchError, match=r"sharegpt\.json: .*(check|is it)"):
         sharegpt_requests(path, tokenizer, 1, None, generator())
+
+
+POEM = [
+    f"the day {word} of the small and open file" for word in ["one", "two", "three", "four", "five"]
+]
+
+
+def test_sonnets_share_their_first_lines(tmp_path, tokenizer):
+    path = tmp_path / "poem.txt"
+    path.write_text("\n".join([*POEM, ""]))
+    lengths = Lengths(input_len=160, output_len=9, prefix_len=80)
+    requests = sonnet_requests(path, tokenizer, 12, lengths, generator())
+    assert {r.output_len for r in requests} == {9}
+    assert all(abs(r.prompt_len - 160) <= 20 for r in requests)
+    assert all(r.prompt_len == len(tokenizer.encode(r.prompt)) for r in requests)
+    lines = [r.prompt.splitlines()[1:] for r in requests]
+    assert all(line in POEM for prompt in lines for line in prompt)
+    shared = [column for column in zip(*lines, strict=True) if len(set(column)) == 1]
+    assert [column[0] for column in shared] == POEM[: len(shared)]
+    assert len(tokenizer.encode("\n".join(column[0] for column in shared))) == pytest.approx(
+        60, abs=30
+    )
+    with pytest.raises(BenchError, match="sonnet-input-len"):
+        sonnet_requests(path, tokenizer, 1, Lengths(input_len=60, prefix_len=80), generator())
+
+
+def test_prefixes_are_shared_by_equal_numbers(tokenizer):
+    lengths = Lengths(input_len=10, output_len=3, prefix_len=30)
+    requests = prefix_requests(tokenizer, 11, 3, lengths, generator())
+    assert len(requests) == 9
+    assert {r.prompt_len for r in requests} == {40}
+    heads = [r.prompt[:20] for r in requests]
+    assert sorted(heads.count(head) for head in set(heads)) == [3, 3, 3]
+    assert len({r.prompt for r in requests}) == 9
+    assert heads != sorted(heads)
+    with pytest.raises(BenchError, match="give 1 to --num-prompts 2"):
+        prefix_requests(tokenizer, 2, 3, lengths, generator())
+
+
+def test_custom_rows_have_lengths(tmp_path, tokenizer):
+    path = tmp_path / "custom.jsonl"
+    path.write_text('{"prompt": "def add", "output_tokens": 5}\n\n{"prompt": "def sub"}\n')
+    rows = read_custom(path)
+    first, second = text_requests(rows, tokenizer, 7, as_chat=False)
+    assert (first.prompt, first.output_len, second.output_len) == ("def add", 7, 7)
+    assert first.prompt_len == len(tokenizer.encode("def add"))
+    assert text_requests(rows[:1], tokenizer, None, as_chat=False)[0].output_len == 5
+    with pytest.raises(BenchError, match="custom-output-len"):
+        text_requests(rows, tokenizer, None, as_chat=False)
+    (chat,) = text_requests(rows[:1], tokenizer, 7, as_chat=True)
+    assert chat.prompt == tokenizer.apply_chat_template([{"role": "user", "content": "def add"}])
+
+
+def test_a_folder_of_hugging_face_is_read(tmp_path):
+    (tmp_path / "data").mkdir()
+    rows = [{"input": "x = 1", "instruction": "rename x", "output": "y = 1"}, {"instruction": "go"}]
+    (tmp_path / "data" / "train.json").write_text(json.dumps(rows))
+    (tmp_path / "test.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "world"}\n')
+    (tmp_path / "info.txt").write_text("no rows")
+    assert read_hf(tmp_path) == [
+        TextRow("x = 1\n\nrename x"),
+        TextRow("go"),
+        TextRow("hello"),
+        TextRow("world"),
+    ]
+
+
+def test_a_folder_without_rows_is_refused(tmp_path):
+    (tmp_path / "dataset_info.json").write_text('{"name": "x"}')
+    with pytest.raises(BenchError, match="no \\.json or \\.jsonl file has rows"):
+        read_hf(tmp_path)

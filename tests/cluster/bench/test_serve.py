@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from cluster import cli
 from cluster.bench.metrics import DETAILED
+from cluster.bench.samples import load_tokenizer
 from cluster.edge.openai import Usage
 from replicas.output_processor import OutputDelta
 from tests.cluster.edge.fake_backend import FakeBackend
@@ -44,6 +45,15 @@ def run(tmp_path):
 @pytest.fixture
 def served():
     backend = Backend()
+    with serving(make_app(backend)) as port:
+        yield backend, f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture
+def served_demo():
+    """A server with the vocabulary of the bundled model."""
+    backend = Backend()
+    backend.tokenizer = load_tokenizer("demo")
     with serving(make_app(backend)) as port:
         yield backend, f"http://127.0.0.1:{port}"
 
@@ -105,24 +115,26 @@ def test_a_chat_is_measured(run, served):
 
 
 def test_concurrency_is_bounded(run):
-    most = 0
-    backend = Backend()
+    backend, second = Backend(), asyncio.Event()
 
     async def script(request, emit):
-        nonlocal most
-        most = max(most, backend.num_open)
-        for _ in range(5):
-            await asyncio.sleep(0)
+        # The first one is answered when there is another one.
+        if len(backend.requests) == 2:
+            second.set()
+        await second.wait()
         await emit(OutputDelta(0, "x", [1], "length"))
         return Usage(1, 1)
 
     backend.script = script
     with serving(make_app(backend)) as port:
-        result, figures = run(f"http://127.0.0.1:{port}", "--max-concurrency", "2")
+        options = ["--max-concurrency", "2", "--save-detailed"]
+        result, figures = run(f"http://127.0.0.1:{port}", *options)
     assert result.exit_code == 0, result.output
     assert figures["completed"] == 6
-    assert most == 2
     assert figures["max_concurrency"] == 2
+    starts, latencies = figures["start_times"], figures["latencies"]
+    spans = [(s, s + latency) for s, latency in zip(starts, latencies, strict=True)]
+    assert max(sum(b <= s <= e for b, e in spans) for s in starts) == 2
 
 
 def test_requests_that_the_server_refuses_are_counted(run, served):
@@ -185,7 +197,8 @@ def test_ctrl_c_keeps_what_came(run):
 
     backend.script = script
     with serving(make_app(backend)) as port:
-        result, figures = run(f"http://127.0.0.1:{port}", "--request-rate", "100")
+        # The sixth request is sent when the client has three answers.
+        result, figures = run(f"http://127.0.0.1:{port}", "--max-concurrency", "3")
     assert result.exit_code == 130
     assert figures["completed"] == 3
     assert figures["failed"] == 3
@@ -200,6 +213,7 @@ def test_ctrl_c_keeps_what_came(run):
         (["--goodput", "ttft:fast"], "--goodput: could not convert"),
         (["--dataset-name", "sharegpt"], "needs a --dataset-path"),
         (["--dataset-path", "x.json"], "needs no --dataset-path"),
+        (["--self-timed"], "need --dataset-name timed_trace"),
         (["--num-prompts", "0"], "--num-prompts is 0; give 1 or more"),
         (["--tokenizer", "/nowhere"], "give --tokenizer FOLDER"),
         (["--ramp-up-strategy", "linear"], "needs --ramp-up-start-rps"),
@@ -222,6 +236,48 @@ def test_a_server_that_is_not_there_is_named(run):
     assert result.exit_code == 2
     assert "http://127.0.0.1:9/v1/models: " in result.output
     assert "check --base-url" in result.output
+
+
+MOONCAKE = [
+    {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]},
+    {"timestamp": 30, "input_length": 700, "output_length": 2, "hash_ids": [1, 3]},
+    {"timestamp": 110, "input_length": 20, "output_length": 0, "hash_ids": [4]},
+]
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6800000,600,3
+2023-11-16 18:15:46.7100000,700,2
+2023-11-16 18:15:46.7900000,20,1
+"""
+
+
+@pytest.mark.parametrize(
+    "text", ["\n".join(map(json.dumps, MOONCAKE)), AZURE], ids=["mooncake", "azure"]
+)
+def test_a_trace_is_sent_at_its_times(run, served_demo, tmp_path, text):
+    backend, url = served_demo
+    path = tmp_path / "trace"
+    path.write_text(text)
+    options = ["--dataset-name", "timed_trace", "--dataset-path", str(path), "--save-detailed"]
+    result, figures = run(url, *options)
+    assert result.exit_code == 0, result.output
+    assert figures["input_lens"] == [600, 700, 20]
+    assert figures["output_lens"] == [3, 2, 1]
+    assert figures["duration"] >= 0.11
+    prompts = [request.prompt_token_ids for request in backend.requests]
+    assert (prompts[0][:512] == prompts[1][:512]) == (text is not AZURE)
+    result, figures = run(url, *options, "--no-self-timed", "--output-len", "1")
+    assert result.exit_code == 0, result.output
+    assert figures["total_output_tokens"] == 3
+
+
+def test_a_chat_of_token_ids_is_refused(run, served, tmp_path):
+    _, url = served
+    path = tmp_path / "trace.csv"
+    path.write_text(AZURE)
+    options = ["--dataset-name", "timed_trace", "--dataset-path", str(path)]
+    result, _ = run(url, *options, "--backend", "openai-chat")
+    assert result.exit_code == 2
+    assert "use --backend openai" in result.output
 
 
 def test_options_may_have_underscores(run, served):
