@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.metrics import MetricWrapperBase
 
+from cluster.edge.admin.metrics import AdminMetrics
 from cluster.edge.engine_metrics import ENGINE_LABELS, FAMILIES
 from cluster.routing.metrics import RouterMetrics
 
@@ -47,6 +48,8 @@ the cluster has a file of keys, of any tenant. The public port does not serve it
 - A histogram NAME is three series: `NAME_bucket`, `NAME_sum` and `NAME_count`. An ingress also
   exports `NAME_created` for counters and histograms, the time at which a series began.
 - A series of an ingress with a label such as `reason` appears when its first event happens.
+- The [admin server](admin.md) has its own `/metrics`, at its own port, for the key of any tenant of
+  its file. It counts from its start.
 - Ray has metrics of its own, at other ports.
 """
 
@@ -72,6 +75,8 @@ LABELS = {
     "kv": "how the next decode replica got the KV of a moved stream",
     "of": "the predicted value",
     "part": "activity of the host in an engine step",
+    "route": "name of an admin route, its `operationId` in the server's `/openapi.json`",
+    "status": "status of the answer",
     "expert": "number of the expert in its layer",
 }
 """Meaning of each label."""
@@ -285,31 +290,40 @@ GROUPS = (
     ),
     ("KV store", r"ttserve_kv_store_"),
     ("KV transfer", r"ttserve_kv_"),
+    ("Admin server", r"ttserve_admin_"),
 )
 """Sections, each with a pattern of the names in it."""
 
 
 def metrics() -> list[Metric]:
-    """Return every metric of an ingress, then those of engines."""
-    return [*_router_metrics(), *_engine_metrics()]
+    """Return every metric of an ingress, then those of engines and of the admin server."""
+    return [*_router_metrics(), *_engine_metrics(), *_admin_metrics()]
 
 
 def _router_metrics() -> list[Metric]:
-    router = RouterMetrics("")
+    return _counted(RouterMetrics(""), ROUTER_LABELS)
+
+
+def _admin_metrics() -> list[Metric]:
+    return _counted(AdminMetrics(), ())
+
+
+def _counted(source: RouterMetrics | AdminMetrics, common: tuple[str, ...]) -> list[Metric]:
+    """Return the metrics of a registry, with the labels that all of them have."""
     # The client library shows labels only through samples, which do not exist before an event.
     labels = {
         each._name: tuple(each._labelnames)  # noqa: SLF001
-        for each in vars(router).values()
+        for each in vars(source).values()
         if isinstance(each, MetricWrapperBase)
     }
     return [
         Metric(
             _full_name(family.name, family.type),
             family.type,
-            ROUTER_LABELS + labels[family.name],
+            common + labels[family.name],
             family.documentation,
         )
-        for family in router.registry.collect()
+        for family in source.registry.collect()
     ]
 
 
@@ -368,10 +382,10 @@ def _labels() -> str:
 
 def _own_labels(row: Metric) -> str:
     """Return the labels of a metric, with a word for those that all of its kind have."""
-    is_engine = row.labels[: len(ENGINE_LABELS)] == ENGINE_LABELS
-    common = ENGINE_LABELS if is_engine else ROUTER_LABELS
+    words = {ENGINE_LABELS: ["*engine*"], ROUTER_LABELS: ["*ingress*"], (): []}
+    common = next(each for each in words if row.labels[: len(each)] == each)
     own = (f"`{label}`" for label in row.labels[len(common) :])
-    return ", ".join(["*engine*" if is_engine else "*ingress*", *own])
+    return ", ".join([*words[common], *own])
 
 
 def _values(rows: list[Metric]) -> list[str]:

@@ -13,6 +13,8 @@ from replicas.errors import InvalidRequestError
 
 logger = logging.getLogger(__name__)
 
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Content type of Prometheus' text format."""
 _DEFAULT_RETRY_AFTER_S = 1
 
 

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cluster.config.schema import LEAST_ONGOING_REQUESTS
-from cluster.edge.answers import json_response
+from cluster.edge.answers import METRICS_TYPE, json_response
 from cluster.edge.anthropic.fields import COUNT_TOKENS_FIELDS
 from cluster.edge.anthropic.requests import parse_count_tokens
 from cluster.edge.apis import make_apis
@@ -72,7 +72,6 @@ logger = logging.getLogger(__name__)
 
 MAX_ANSWERED_TOKENS = 2**18
 """Most token ids in an answer of /tokenize, and most that are counted."""
-_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def create_app(  # noqa: PLR0913 - each part may be shared with the ingress
@@ -307,7 +306,7 @@ class _RouteHandlers:
 
     async def metrics(self, request: Request) -> Response:
         del request
-        return Response(await self._backend.metrics_text(), media_type=_METRICS_TYPE)
+        return Response(await self._backend.metrics_text(), media_type=METRICS_TYPE)
 
     async def kv(self, request: Request) -> Response:
         del request

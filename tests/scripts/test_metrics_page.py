@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from cluster.edge.admin.metrics import AdminMetrics
 from cluster.edge.engine_metrics import render_engine_metrics
 from cluster.routing.metrics import RouterMetrics
 from kv_transfer.connector import STAGES
@@ -22,7 +23,10 @@ def test_page_is_up_to_date():
 
 
 def test_every_exported_metric_has_a_row():
-    text = (RouterMetrics("tiny").render() + render_engine_metrics([], "tiny")).decode()
+    pages = [
+        RouterMetrics("tiny").render(), render_engine_metrics([], "tiny"), AdminMetrics().render(),
+    ]  # fmt: skip
+    text = b"".join(pages).decode()
     exported = {
         f"{family.name}_total" if family.type == "counter" else family.name
         for family in text_string_to_metric_families(text)

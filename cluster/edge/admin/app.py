@@ -19,8 +19,9 @@ from starlette.routing import Route
 
 from cluster.edge import audit
 from cluster.edge.admin.cluster import MAX_PROFILE_S, Target
+from cluster.edge.admin.metrics import AdminMetrics, name_route
 from cluster.edge.admin.routes import ROUTES, Done, Paused, Replicas, RoleChange, openapi_document
-from cluster.edge.answers import json_response
+from cluster.edge.answers import METRICS_TYPE, json_response
 from cluster.edge.boundary import with_boundary
 from cluster.edge.fields import bad_field, shown
 from cluster.edge.gate import has_loopback_name
@@ -65,7 +66,9 @@ def create_admin_app(
         is_loopback: Whether only this host can reach the app.
         version: ttserve's version.
     """
-    handlers = _Handlers(cluster, openapi_document(version, has_keys=api_keys is not None))
+    metrics = AdminMetrics()
+    document = openapi_document(version, has_keys=api_keys is not None)
+    handlers = _Handlers(cluster, metrics, document)
     app = _AdminApplication(
         routes=[
             Route(
@@ -77,7 +80,7 @@ def create_admin_app(
         ]
     )
     app.router.redirect_slashes = False
-    return app
+    return metrics.counting(app)
 
 
 class _AdminApplication(Starlette):
@@ -100,6 +103,7 @@ class _CheckedHandler:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
+        name_route(scope, self._route.name)
         if self._route.method == "POST":
             audit.mark(scope)
         if self._is_loopback and not has_loopback_name(request.headers):
@@ -110,7 +114,8 @@ class _CheckedHandler:
         if self._api_keys is not None and not self._route.is_open:
             tenant = self._api_keys.authenticate(scope["headers"])
             set_tenant(scope, tenant)
-            tenant.check_admin(self._route.path)
+            if not self._route.is_for_all_keys:
+                tenant.check_admin(self._route.path)
         body = b""
         if self._route.method == "POST":
             require_json(request.headers)
@@ -122,8 +127,11 @@ class _CheckedHandler:
 class _Handlers:
     """Handlers of the routes, each named after its route."""
 
-    def __init__(self, cluster: Cluster, document: dict[str, object]) -> None:
+    def __init__(
+        self, cluster: Cluster, metrics: AdminMetrics, document: dict[str, object]
+    ) -> None:
         self._cluster = cluster
+        self._metrics = metrics
         self._document = document
 
     async def replicas(self, request: Request, body: bytes) -> Response:
@@ -202,6 +210,10 @@ class _Handlers:
     async def live(self, request: Request, body: bytes) -> Response:
         del request, body
         return Response()  # An answer proves that the event loop runs.
+
+    async def metrics(self, request: Request, body: bytes) -> Response:
+        del request, body
+        return Response(self._metrics.render(), media_type=METRICS_TYPE)
 
     async def openapi(self, request: Request, body: bytes) -> Response:
         del request, body

@@ -77,6 +77,7 @@ class AdminRoute:
         query: Parameters of the query.
         statuses: Statuses of its errors, besides those of all routes.
         is_open: Whether it needs no key.
+        is_for_all_keys: Whether the key of any tenant will do, not only of an admin.
     """
 
     name: str
@@ -88,6 +89,7 @@ class AdminRoute:
     query: dict[str, JsonSchema] = field(default_factory=dict)
     statuses: tuple[int, ...] = ()
     is_open: bool = False
+    is_for_all_keys: bool = False
 
 
 def _order(name: str, summary: str, **query: JsonSchema) -> AdminRoute:
@@ -124,6 +126,7 @@ ROUTES = (
     ),
     _order("reset_prefix_cache", "Forget cached blocks", reset_running_requests=_FLAG),
     AdminRoute("live", "/live", "Tell whether the admin server runs", is_open=True),
+    AdminRoute("metrics", "/metrics", "Show this server's metrics", is_for_all_keys=True),
     AdminRoute("openapi", "/openapi.json", "Show this document"),
 )  # fmt: skip
 
