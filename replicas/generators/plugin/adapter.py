@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from replicas.errors import ConfigError
 from replicas.generators.model_config import ModelConfig
-from replicas.generators.plugin.arguments import taken
+from replicas.generators.plugin.arguments import refusals, taken
 from replicas.generators.plugin.capabilities import adapted_capabilities, narrowed_capabilities
 from replicas.generators.plugin.checkpoints import checkpoint_for
 from replicas.generators.plugin.model import AdaptedModel
@@ -92,22 +92,14 @@ class AdaptedGenerator(AdaptedModel):
             "tt_data_parallel": tt_data_parallel,
             "optimizations": None if optimizations == "performance" else optimizations,
         }
-        try:
-            with vllm_stand_in():
-                model = cls.plugin_class.initialize_vllm_model(
-                    config, device, max_batch_size, **taken(cls.entry.initialize, settings)
-                )
-        except ImportError as error:
-            raise ConfigError(
-                f"generator {cls.entry.class_name} cannot load its model: {error}; install the "
-                "requirements of its package"
-            ) from error
-        except (AssertionError, NotImplementedError, ValueError) as error:
-            reason = str(error) or type(error).__name__
-            raise ConfigError(
-                f"generator {cls.entry.class_name} refuses max_batch_size {max_batch_size}, "
-                f"max_seq_len {max_seq_len}, tt_data_parallel {tt_data_parallel}: {reason}"
-            ) from error
+        what = (
+            f"generator {cls.entry.class_name} cannot load its model with max_batch_size "
+            f"{max_batch_size}, max_seq_len {max_seq_len}, tt_data_parallel {tt_data_parallel}"
+        )
+        with refusals(what), vllm_stand_in():
+            model = cls.plugin_class.initialize_vllm_model(
+                config, device, max_batch_size, **taken(cls.entry.initialize, settings)
+            )
         with contextlib.ExitStack() as undo:
             undo.callback(getattr(model, "cleanup", _nothing))
             signature = cls._signature_of(model)
@@ -182,14 +174,12 @@ def _max_tokens_all_users(
         "max_num_seqs": max_num_seqs,
     }
     assert cls.entry.token_budget is not None
-    try:
+    what = (
+        f"generator {cls.entry.class_name} has no KV budget for {model_name} on {num_devices} "
+        f"chips with max_model_len {max_model_len} and {max_num_seqs} slots"
+    )
+    with refusals(what):
         budget = cls.plugin_class.get_max_tokens_all_users(**taken(cls.entry.token_budget, sizes))
-    except (AssertionError, ImportError, ValueError) as error:
-        raise ConfigError(
-            f"generator {cls.entry.class_name} has no KV budget for {model_name} on "
-            f"{num_devices} chips with max_model_len {max_model_len} and {max_num_seqs} slots: "
-            f"{error}"
-        ) from error
     return int(budget)
 
 

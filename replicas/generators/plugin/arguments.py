@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +12,38 @@ from replicas.generators.plugin.sampling import warmup_sampling_params
 from replicas.generators.protocol import PADDING_ROW, DeviceSamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
     from replicas.generators.plugin.signatures import Parameters
 
+_LOG = logging.getLogger(__name__)
+
+_REFUSALS = (AssertionError, NotImplementedError, ValueError)
+_BREAKAGES = (AttributeError, KeyError, TypeError)
 _IMAGES = ("images", "pixel_values", "image_grid_thw")
+
+
+@contextlib.contextmanager
+def refusals(what: str) -> Iterator[None]:
+    """Turn an error of a class's own code, called by the body at start, into a `ConfigError`.
+
+    Errors of ttnn and of memory pass through: they do not come from arguments.
+
+    Args:
+        what: What fails, as the beginning of the message.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"{what}: {error}; install the requirements of its package") from error
+    except _REFUSALS as error:
+        raise ConfigError(f"{what}: {str(error) or type(error).__name__}") from error
+    except _BREAKAGES as error:
+        # Only the stack shows where the class expected something else.
+        _LOG.exception("%s", what)
+        raise ConfigError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def taken(parameters: Parameters, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from replicas.errors import ConfigError
+from replicas.generators.plugin.arguments import refusals
 from replicas.generators.plugin.shim import vllm_config, vllm_stand_in
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ def kv_cache_spec(
         One of vLLM's attention specifications per layer, in order; None if the class provides none.
 
     Raises:
-        ConfigError: A layer's name does not contain exactly one number.
+        ConfigError: The class refuses the configuration, asks for what the stand-in for vLLM lacks,
+            or names a layer without exactly one number.
     """
     if not signature.has_kv_cache_spec:
         return None
@@ -60,7 +62,8 @@ def kv_cache_spec(
         block_size=block_size,
         dtype=dtype,
     )
-    with vllm_stand_in():
+    what = f"generator {signature.class_name}: get_kv_cache_spec fails"
+    with refusals(what), vllm_stand_in():
         specs = model.get_kv_cache_spec(config)
     if specs is None:
         return None

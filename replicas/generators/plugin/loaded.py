@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from replicas.errors import ConfigError
-from replicas.generators.plugin.arguments import taken
+from replicas.generators.plugin.arguments import refusals, taken
 from replicas.generators.plugin.kv_layers import (
     dtype_name,
     is_one_lane,
@@ -90,8 +90,8 @@ class PluginModel:
             The cache as ``[lane][layer] -> [k, v]``.
 
         Raises:
-            ConfigError: The class needs another block size, or cannot allocate differing layers;
-                gives both numbers.
+            ConfigError: The class needs another block size, cannot allocate differing layers (gives
+                both numbers), or refuses the shape.
         """
         self._block_size = block_size = kv_cache_shape[2]
         required = self.model_capabilities.get("required_block_size") or block_size
@@ -111,7 +111,8 @@ class PluginModel:
         )
         layers = caches.layers
         self._num_layer_tables = len(layers) if caches.has_windows else 0
-        with vllm_stand_in():
+        what = f"generator {self.signature.class_name} cannot allocate KV {kv_cache_shape}"
+        with refusals(what), vllm_stand_in():
             if self.signature.allocates_per_layer:
                 cache = self._model.allocate_kv_cache_per_layer(layers)
             else:

@@ -1,4 +1,4 @@
-"""Stand-in for vLLM, so that tt-metal's generator classes can be imported without it.
+"""Stand-in for vLLM and its plug-in, so that tt-metal's classes can be imported without them.
 
 tt-metal's ``generator_vllm.py`` files import vLLM at the top: decorators that register image
 processors, marker base classes, and records of KV cache layouts. A text-only engine calls none of
@@ -131,6 +131,8 @@ class FullAttentionSpec:
         head_size: Elements of one head.
         dtype: Of the elements.
         sliding_window: The layer's window, if any; the cache still holds all tokens.
+        page_size_padded: Bytes that vLLM counts for a block, so that layers of different sizes
+            share a pool. Of no effect here, as each layer has a pool of its own.
     """
 
     block_size: int
@@ -138,11 +140,25 @@ class FullAttentionSpec:
     head_size: int
     dtype: torch.dtype
     sliding_window: int | None = None
+    page_size_padded: int | None = None
 
 
 @dataclass(frozen=True)
 class SlidingWindowSpec(FullAttentionSpec):
     """KV of a layer with an attention window."""
+
+
+@dataclass(frozen=True)
+class WholePromptSlidingWindowSpec(SlidingWindowSpec):
+    """KV of a layer with a window in a model that computes each prompt in one call."""
+
+
+def _accept_whole_prompts(_vllm_config: object) -> None:
+    """Accept the configuration: vLLM's settings that the plug-in checks here do not exist.
+
+    A class that computes prompts whole declares neither prefix caching nor chunks, which are
+    therefore off.
+    """
 
 
 def _processors(prefix: str) -> dict[str, object]:
@@ -204,6 +220,10 @@ _CONTENTS: Mapping[str, Mapping[str, object]] = {
     },
     "vllm.utils.torch_utils": {"STR_DTYPE_TO_TORCH_DTYPE": _DTYPES},
     "vllm.v1.kv_cache_interface": _ATTENTION_SPECS,
+    "vllm_tt_plugin.whole_prompt_cache": {
+        "WholePromptSlidingWindowSpec": WholePromptSlidingWindowSpec,
+        "validate_whole_prompt_cache": _accept_whole_prompts,
+    },
 }
 """Module -> names, exactly those that tt-metal's ``generator_vllm.py`` files import."""
 
@@ -227,6 +247,7 @@ def vllm_config(
     """
     model = SimpleNamespace(
         hf_config=hf_config,
+        hf_text_config=getattr(hf_config, "text_config", hf_config),
         dtype=dtype,
         get_num_kv_heads=lambda _parallel_config: num_kv_heads,
         get_head_size=lambda: head_size,

@@ -6,7 +6,8 @@ import importlib.util
 import sys
 import types
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from replicas.errors import ConfigError
 from replicas.generators.plugin.adapter import adapt
 from replicas.generators.plugin.find import find_plugin_class
+from replicas.generators.plugin.kv_layers import kv_cache_spec, layer_caches
 from replicas.generators.plugin.routes import ROUTES
 from replicas.generators.plugin.shim import MissingVLLMError, vllm_config, vllm_stand_in
 from replicas.generators.plugin.sources import PluginPaths
@@ -214,6 +216,64 @@ def test_class_imports_more_later(paths: PluginPaths) -> None:
     assert {name: getattr(spec, name) for name in sizes} == sizes
     with pytest.raises(ModuleNotFoundError, match="vllm"):
         llama.get_kv_cache_spec(config)
+
+
+class WholePrompts:
+    """What Gemma 4's class for a QuietBox 2 asks of vLLM and its plug-in."""
+
+    @classmethod
+    def get_kv_cache_spec(cls, vllm_config: Any) -> Any:
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+        from vllm_tt_plugin.whole_prompt_cache import (
+            WholePromptSlidingWindowSpec,
+            validate_whole_prompt_cache,
+        )
+
+        validate_whole_prompt_cache(vllm_config)
+        text = vllm_config.model_config.hf_text_config
+        block_size = vllm_config.cache_config.block_size
+        size = {"block_size": block_size, "dtype": torch.bfloat16, "page_size_padded": 4096}
+        full = FullAttentionSpec(num_kv_heads=1, head_size=64, **size)
+        window = WholePromptSlidingWindowSpec(
+            num_kv_heads=text.num_key_value_heads, head_size=32, sliding_window=64, **size
+        )
+        return {"model.layers.0.self_attn": full, "model.layers.1.self_attn": window}
+
+
+CONFIGURATION = SimpleNamespace(text_config=SimpleNamespace(num_key_value_heads=4))
+SHAPE = (9, 4, 128, 32)
+
+
+def spec_of(cls: type, configuration: object = CONFIGURATION) -> Any:
+    signature: Any = SimpleNamespace(
+        class_name=cls.__name__, has_kv_cache_spec=True, allocates_per_layer=True
+    )
+    specs = kv_cache_spec(cls, signature, configuration, SHAPE, torch.bfloat16)
+    return layer_caches(
+        signature, specs, shape=SHAPE, dtype=torch.bfloat16, num_layers=2, num_chips=4
+    )
+
+
+def test_class_that_computes_prompts_whole() -> None:
+    caches = spec_of(WholePrompts)
+    assert caches.has_windows
+    assert [shape for shape, _, _ in caches.layers] == [(9, 1, 128, 64), (9, 1, 128, 32)]
+
+
+def test_errors_of_a_class_are_typed_and_name_it() -> None:
+    said = "generator WholePrompts: get_kv_cache_spec fails"
+    with pytest.raises(ConfigError, match=f"{said}: AttributeError: .*num_key_value_heads"):
+        spec_of(WholePrompts, SimpleNamespace())
+
+    class Newer:
+        @classmethod
+        def get_kv_cache_spec(cls, vllm_config: Any) -> Any:
+            import vllm.v1.kv_cache_interface as interface
+
+            return interface.MambaSpec(block_size=1)
+
+    with pytest.raises(ConfigError, match="generator Newer: get_kv_cache_spec fails: vLLM is not"):
+        spec_of(Newer)
 
 
 def test_missing_names() -> None:
