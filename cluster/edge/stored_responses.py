@@ -10,7 +10,7 @@ from starlette.responses import Response
 from cluster.edge.answers import json_response, to_serving_error
 from cluster.edge.fields import bad_field, shown
 from cluster.edge.queries import flag
-from cluster.edge.responses.archive import missing_response
+from cluster.edge.responses.archive import WITHOUT_CONVERSATION, missing_response
 from cluster.edge.responses.input_items import input_items, item_page
 from cluster.edge.sse import EventStream
 from cluster.edge.tenants import tenant_of
@@ -84,6 +84,8 @@ class StoredResponses:
     async def input_items(self, request: Request) -> Response:
         """Answer with a page of the items that a response has been made from."""
         found = await self._find("conversation", request)
+        if not found.turns:
+            raise NotFoundError(f"this is a response {WITHOUT_CONVERSATION}", param="response_id")
         num_outputs = len(orjson.loads(found.body)["output"])
         items = input_items(found.turns, num_outputs, request.path_params["response_id"])
         return json_response(item_page(items, request.query_params))

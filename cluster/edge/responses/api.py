@@ -22,7 +22,7 @@ from cluster.edge.openai_limits import (
 )
 from cluster.edge.openai_requests import parse_chat_completion
 from cluster.edge.responses.answers import ResponseBuilder, ResponseEvents, ResponseOptions
-from cluster.edge.responses.archive import Origin, missing_response
+from cluster.edge.responses.archive import WITHOUT_CONVERSATION, Origin, missing_response
 from cluster.edge.responses.fields import RESPONSES_FIELDS
 from cluster.edge.responses.moves import MovedRequest
 from cluster.edge.responses.translation import translate
@@ -250,10 +250,13 @@ class _History:
 
         Raises:
             BadRequestError: Nothing is stored here, the response has not ended well, or the
-                conversation is too long.
+                conversation is too long, or was too large to be stored.
             NotFoundError: The tenant has no such response.
         """
         stored, _ = await self._stored("conversation", response_id, "previous_response_id")
+        if not stored.turns:
+            text = f"names a response {WITHOUT_CONVERSATION}: send the whole conversation as input"
+            raise bad_field("previous_response_id", text)
         self._count(sum(map(len, stored.turns)), "previous_response_id")
         return stored.turns
 

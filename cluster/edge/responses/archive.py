@@ -54,6 +54,7 @@ _HAND_OVER_BYTES = 2**20
 _HAND_OVER_TIMEOUT_S = 10.0
 _RESPONSE_ID = re.compile("resp_[0-9a-f]{32}")
 _TIMEOUT_S = 2.0
+WITHOUT_CONVERSATION = "that is stored without its conversation, which was too large for the store"
 _MAX_ASKING = 4
 """Most questions at a time: each takes a thread that other questions need, too."""
 _MAX_POLLING = 2
@@ -418,10 +419,13 @@ class ResponseArchive:
 
     def _end(self, origin: Origin, builder: ResponseBuilder, response: dict[str, Any]) -> None:
         del self._running[origin.tenant, origin.response_id]
-        if not self.keep(origin, response, bytes(builder.recording)):
-            text = (
-                "the answer with its conversation is larger than this server's store of responses"
-            )
+        recording = bytes(builder.recording)
+        if self.keep(origin, response, recording):
+            return
+        # Without its conversation it can be read, and its stream followed.
+        key, body = (origin.tenant, origin.response_id), orjson.dumps(response)
+        if not self._store.put(*key, body, (), recording):
+            text = "the answer is larger than this server's store of responses"
             error = {"code": "response_too_large", "message": f"{text}; leave background out"}
             failed = {**response, "status": "failed", "output": [], "error": error}
             failed |= {"incomplete_details": None, "completed_at": None}

@@ -27,7 +27,7 @@ class StoredResponse:
     Attributes:
         body: The response as JSON.
         turns: The conversation up to and with it, one entry of encoded items for each response.
-            Neighbours share the entries.
+            Neighbours share the entries. Empty if the store had no room for it.
         stored_s: Time at which it was stored, in seconds.
         recording: Recording of its output, see `cluster.edge.responses.recording`; empty if its
             items tell which events it has.

@@ -225,6 +225,24 @@ def test_an_answer_that_is_larger_than_the_store_is_read_as_failed():
     asyncio.run(run())
 
 
+def test_a_large_answer_in_the_background_is_kept_without_its_conversation():
+    async def run():
+        app = Application(ToolBackend("x" * 5000, size=1000), response_archive(15_000, 100.0))
+        first = await app.start()
+        await settle()
+        path = f"{PATH}/{first['id']}"
+        found = await app.ask("GET", path)
+        assert (found["status"], texts(found)) == ("completed", ["x" * 5000])
+        error = (await app.ask("GET", f"{path}/input_items", status=404))["error"]
+        assert "without its conversation" in error["message"]
+        body = {"model": "demo", "input": "more", "previous_response_id": first["id"]}
+        error = (await app.ask("POST", PATH, body, 400))["error"]
+        assert error["param"] == "previous_response_id"
+        assert "send the whole conversation" in error["message"]
+
+    asyncio.run(run())
+
+
 # --- several ingresses ----------------------------------------------------------------------------
 
 
