@@ -16,6 +16,7 @@ from replicas.generators.model_config import ModelConfig
 from replicas.generators.plugin.arguments import refusals, taken
 from replicas.generators.plugin.capabilities import adapted_capabilities, narrowed_capabilities
 from replicas.generators.plugin.checkpoints import checkpoint_for
+from replicas.generators.plugin.limits import check_decode_widths
 from replicas.generators.plugin.model import AdaptedModel
 from replicas.generators.plugin.shim import vllm_stand_in
 from replicas.generators.plugin.signatures import read_entry, read_signature
@@ -87,6 +88,8 @@ class AdaptedGenerator(AdaptedModel):
                 f"tt_data_parallel {tt_data_parallel} does not divide the {num_chips} chips of the "
                 "mesh"
             )
+        slots_per_lane = max_batch_size // tt_data_parallel
+        check_decode_widths(cls.entry.class_name, cls.plugin_class, slots_per_lane)
         settings = {
             "max_seq_len": max_seq_len,
             "tt_data_parallel": tt_data_parallel,
@@ -103,6 +106,7 @@ class AdaptedGenerator(AdaptedModel):
         with contextlib.ExitStack() as undo:
             undo.callback(getattr(model, "cleanup", _nothing))
             signature = cls._signature_of(model)
+            check_decode_widths(signature.class_name, model, slots_per_lane)
             kind = cls._narrowed(model, signature)
             loaded = kind(model, signature, config, num_chips, tt_data_parallel, max_batch_size)
             undo.pop_all()

@@ -51,6 +51,33 @@ def warn_of_name(config: EngineConfig, generator: type) -> None:
         )  # fmt: skip
 
 
+def decode_widths(generator: object) -> tuple[int, ...]:
+    """Return the widths that a class or its model has captured decodes for; () for any width.
+
+    A model may narrow the list while it warms up. Any other width leaves the device in an undefined
+    state. Source: vllm-tt-plugin model_runner.py, ``tt_supported_decode_batch_sizes``.
+    """
+    declared = getattr(generator, "tt_supported_decode_batch_sizes", None) or ()
+    return tuple(sorted(int(width) for width in declared))
+
+
+def check_decode_widths(class_name: str, generator: object, slots_per_lane: int) -> None:
+    """Refuse a number of slots that is none of the widths of a class or its model.
+
+    All slots may be in use at once, and a wider decode would have rows that the model has no state
+    for.
+
+    Raises:
+        ConfigError: It is none of them; gives both.
+    """
+    widths = decode_widths(generator)
+    if widths and slots_per_lane not in widths:
+        raise ConfigError(
+            f"generator {class_name} decodes {', '.join(map(str, widths))} rows at once, but a "
+            f"lane has {slots_per_lane} slots; set max_batch_size to one of these for each lane"
+        )
+
+
 def check_block_output(config: EngineConfig, mesh: MeshConfig, can: ModelCapabilities) -> None:
     """Refuse settings under which a class that gives several tokens a step cannot run.
 

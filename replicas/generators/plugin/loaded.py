@@ -63,7 +63,9 @@ class PluginModel:
         self._hf_config = hf_config
         self._vocab_size = int(text_config.vocab_size)
         self._num_chips_per_lane = num_chips // num_lanes
+        self._num_lanes = num_lanes
         self._max_batch_size = max_batch_size
+        self._decode_width = max_batch_size
         self._block_size = 0
         self._tokens_per_pass = self.model_capabilities.get("output_tokens_per_step", 1)
         self._kv_dtype = "bfloat8_b"
@@ -159,10 +161,10 @@ class PluginModel:
             return [page_table] * self._num_layer_tables
         return given
 
-    def _rope_delta_arguments(self, parameters: Parameters) -> dict[str, Any]:
+    def _rope_delta_arguments(self, parameters: Parameters, num_rows: int) -> dict[str, Any]:
         if not self._has_rope_deltas:
             return {}
-        deltas = list(self._rope_deltas) if self._rope_deltas_changed else None
+        deltas = self._rope_deltas[:num_rows] if self._rope_deltas_changed else None
         self._rope_deltas_changed = False
         return taken(parameters, {"rope_deltas_all_users": deltas})
 

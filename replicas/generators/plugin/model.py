@@ -11,7 +11,7 @@ state slot. Source of the calls: vllm-tt-plugin ``model_runner.py``, ``async_dec
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,8 +26,9 @@ from replicas.generators.plugin.arguments import (
     taken,
     warmup_arguments,
 )
+from replicas.generators.plugin.limits import check_decode_widths, decode_widths
 from replicas.generators.plugin.loaded import PluginModel
-from replicas.generators.plugin.outputs import host_output, is_on_host, joined
+from replicas.generators.plugin.outputs import host_output, is_on_host, joined, padded
 from replicas.generators.plugin.sampling import to_tt_sampling_params
 from replicas.generators.plugin.signatures import COMMANDS
 
@@ -49,12 +50,14 @@ class DecodeHandle:
         events: Events to wait for before `output` may be read.
         is_tokens: Whether the output is tokens sampled on the device.
         wants_log_probs: Whether log-probabilities come with them.
+        num_rows: Rows of the call, which may be fewer than there are slots.
     """
 
     output: object
     events: tuple[object, ...]
     is_tokens: bool
     wants_log_probs: bool
+    num_rows: int
 
 
 class AdaptedModel(PluginModel):
@@ -96,24 +99,28 @@ class AdaptedModel(PluginModel):
         """Warm up; see `GeneratorBase.warmup_model_decode`.
 
         For a class without a decode warm-up, a batch of padding is decoded instead, once for each
-        way of sampling. Its output is ignored.
+        width and way of sampling. Its output is ignored.
+
+        Raises:
+            ConfigError: The warm-up left the class without a decode of all slots.
         """
         parameters = self.signature.warmup_decode
         if parameters is None:
-            nothing = padding_rows(max_batch_size)
-            for params in (None, nothing) if can_sample_on_device else (None,):
-                handle = self.decode_forward(
-                    tokens=torch.zeros((max_batch_size, 1), dtype=torch.int32),
-                    page_table=torch.zeros((max_batch_size, num_blocks), dtype=torch.int32),
-                    kv_cache=kv_cache,
-                    start_pos=torch.full((max_batch_size,), -1, dtype=torch.int32),
-                    enable_trace=enable_trace,
-                    read_from_device=False,
-                    sampling_params=params,
-                    reload_sampling_params=params is not None,
-                    reset_sampling_state=params is not None,
-                )
-                self._on_host(self.read_decode_output(handle)[0])
+            for width in self._widths() or (max_batch_size,):
+                nothing = padding_rows(width)
+                for params in (None, nothing) if can_sample_on_device else (None,):
+                    handle = self.decode_forward(
+                        tokens=torch.zeros((width, 1), dtype=torch.int32),
+                        page_table=torch.zeros((width, num_blocks), dtype=torch.int32),
+                        kv_cache=kv_cache,
+                        start_pos=torch.full((width,), -1, dtype=torch.int32),
+                        enable_trace=enable_trace,
+                        read_from_device=False,
+                        sampling_params=params,
+                        reload_sampling_params=params is not None,
+                        reset_sampling_state=params is not None,
+                    )
+                    self._on_host(self.read_decode_output(handle)[0])
             return
         arguments = taken(parameters, {"max_batch_size": max_batch_size, "num_blocks": num_blocks})
         arguments |= warmup_arguments(
@@ -122,6 +129,8 @@ class AdaptedModel(PluginModel):
         self._model.warmup_model_decode(
             kv_cache=self._theirs(kv_cache), enable_trace=enable_trace, **arguments
         )
+        slots_per_lane = self._max_batch_size // self._num_lanes
+        check_decode_widths(self.signature.class_name, self._model, slots_per_lane)
 
     # --- forward ---------------------------------------------------------------------------------
 
@@ -246,6 +255,9 @@ class AdaptedModel(PluginModel):
     ) -> ForwardOutput:
         """Decode; see `TextDecoder.decode_forward`.
 
+        A class with widths of its own gets the first rows alone, as many as the least width that
+        has all live ones. The result has zeros for the others.
+
         A class of contract 1 gets the four commands unchanged. One of the legacy contract gets
         ``reset_batch`` if it samples on the device and the batch has changed.
 
@@ -262,6 +274,10 @@ class AdaptedModel(PluginModel):
         commands = dict(zip(COMMANDS, said, strict=True))
         _check_commands(commands, self)
         name, parameters = self.signature.class_name, self.signature.decode
+        width = self._choose_width(start_pos, commands, draws=sampling_params is not None)
+        tokens, page_table, start_pos = tokens[:width], page_table[:width], start_pos[:width]
+        if page_tables_per_layer is not None:
+            page_tables_per_layer = [table[:width] for table in page_tables_per_layer]
         if not self.signature.contract:
             # A legacy class compares with the table of its last call, which the engine overwrites.
             page_table = page_table.clone()
@@ -275,24 +291,28 @@ class AdaptedModel(PluginModel):
         params = None
         if sampling_params is not None:
             params = self._params_of_decode(
-                sampling_params, len(tokens), is_new=reload_sampling_params
+                sampling_params, width, is_new=commands["reload_sampling_params"]
             )
             arguments["sampling_params"] = params
             if kwargs:
-                history = {key: value for key, value in kwargs.items() if key in _TOKEN_HISTORY}
+                history = {
+                    key: cast("torch.Tensor", value)[:width]
+                    for key, value in kwargs.items()
+                    if key in _TOKEN_HISTORY
+                }
                 arguments |= taken(parameters, history)
         if self.signature.contract:
             arguments |= commands
         elif params is not None:
-            arguments |= taken(parameters, {"reset_batch": reset_sampling_state})
+            arguments |= taken(parameters, {"reset_batch": commands["reset_sampling_state"]})
         if slot_remap is not None:
             require(name, parameters, "slot_remap", "it is not for engines that move rows")
             arguments["slot_remap"] = slot_remap
-        arguments |= self._rope_delta_arguments(parameters)
+        arguments |= self._rope_delta_arguments(parameters, width)
         reading = {"enable_trace": enable_trace, "read_from_device": not self.signature.splits_read}
         output = self._model.decode_forward(**arguments, **taken(parameters, reading))
         handle = DecodeHandle(
-            output, (), params is not None, params is not None and params.wants_log_probs
+            output, (), params is not None, params is not None and params.wants_log_probs, width
         )
         if not read_from_device:
             return handle
@@ -331,7 +351,7 @@ class AdaptedModel(PluginModel):
                 f"{type(answer).__name__}, not a pair of output and events"
             )
         output, events = answer
-        copying = DecodeHandle(output, tuple(events), handle.is_tokens, handle.wants_log_probs)
+        copying = replace(handle, output=output, events=tuple(events))
         if not async_read:
             _wait_for(copying.events)
         return copying, ()
@@ -349,14 +369,44 @@ class AdaptedModel(PluginModel):
             DeviceError: The result has an unknown form.
         """
         handle = cast("DecodeHandle", tt_out)
-        return host_output(
+        output = host_output(
             self._on_host(handle),
-            self._max_batch_size,
+            handle.num_rows,
             self._vocab_size,
             is_tokens=handle.is_tokens,
             wants_log_probs=handle.wants_log_probs,
             most_tokens=self._tokens_per_pass,
         )
+        return padded(output, self._max_batch_size)
+
+    def _widths(self) -> tuple[int, ...]:
+        """Return the widths below and of all slots; () if the class decodes all slots alone.
+
+        With several lanes the class's widths are those of one, and all lanes decode together.
+        """
+        if self._num_lanes > 1:
+            return ()
+        return tuple(w for w in decode_widths(self._model) if w <= self._max_batch_size)
+
+    def _choose_width(
+        self, start_pos: torch.Tensor, commands: dict[str, bool], *, draws: bool
+    ) -> int:
+        """Return the rows of a decode, and make it reload settings that a wider one needs."""
+        widths = self._widths()
+        if not widths or len(start_pos) < self._max_batch_size:
+            return len(start_pos)
+        if not commands["reload_inputs"]:
+            return self._decode_width  # The device continues from its own inputs.
+        live = torch.nonzero(start_pos >= 0)
+        needed = int(live[-1]) + 1 if len(live) else 1
+        width = next(width for width in widths if width >= needed)
+        if draws and not commands["reset_sampling_state"]:
+            # The settings on the device are those of the last width.
+            if width > self._decode_width:
+                commands |= {"reload_sampling_params": True, "reset_sampling_state": True}
+            width = max(width, self._decode_width)
+        self._decode_width = width
+        return width
 
     def _on_host(self, handle: DecodeHandle) -> ForwardOutput:
         """Wait for a copy under way and return the class's output, in whatever form."""

@@ -62,6 +62,16 @@ def host_output(
     return _logits(output, num_rows, vocab_size)
 
 
+def padded(output: ForwardOutput, num_rows: int) -> ForwardOutput:
+    """Return the result of `host_output` with rows of zeros up to `num_rows`."""
+    if isinstance(output, tuple):
+        return tuple(padded(part, num_rows) for part in output)
+    num_missing = num_rows - len(output)
+    if num_missing == 0:
+        return output
+    return torch.cat([output, output.new_zeros((num_missing, *output.shape[1:]))])
+
+
 def joined(outputs: Sequence[ForwardOutput]) -> ForwardOutput:
     """Concatenate the results of calls for some of the rows each, in order.
 

@@ -53,15 +53,15 @@ _FIELDS = tuple(field.name for field in fields(TTSamplingParams))
 
 
 def to_tt_sampling_params(params: DeviceSamplingParams, num_rows: int) -> TTSamplingParams:
-    """Convert our settings, padded to the rows of the call.
+    """Convert our settings, padded or cut to the rows of the call.
 
     Args:
-        params: At most `num_rows` entries per field; seed -1 means none.
+        params: Our settings; seed -1 means none.
         num_rows: Rows of the call.
     """
     columns: dict[str, list[object]] = {}
     for name in _FIELDS:
-        given = list(getattr(params, name))
+        given = list(getattr(params, name))[:num_rows]
         columns[name] = given + [PADDING_ROW[name]] * (num_rows - len(given))
     columns["seed"] = [None if seed == _NO_SEED else seed for seed in columns["seed"]]
     return TTSamplingParams(**columns)  # type: ignore[arg-type]  # of each field's own type

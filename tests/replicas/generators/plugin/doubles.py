@@ -427,6 +427,58 @@ class Contract1(ReadsLater):
         return self.leave_on_device(torch.from_numpy(result).to(torch.int32), is_tokens=True)
 
 
+class Widths(Contract1):
+    """A class of contract 1 that has captured decodes of one, two and four rows."""
+
+    tt_supported_decode_batch_sizes: ClassVar = (4, 2, 1, 8)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.widths: list[int] = []
+
+    def decode_forward(
+        self,
+        *,
+        tokens: Any,
+        page_table: Any,
+        kv_cache: Any,
+        start_pos: Any,
+        enable_trace: Any,
+        read_from_device: Any,
+        reload_inputs: Any,
+        reload_page_table: Any,
+        reload_sampling_params: Any,
+        reset_sampling_state: Any,
+        sampling_params: Any = MISSING,
+    ) -> Any:
+        width = len(tokens)
+        assert width in {1, 2, 4}
+        assert len(page_table) == len(start_pos) == width
+        assert reload_inputs or width == self.widths[-1], "the device has inputs of another width"
+        self.widths.append(width)
+        others = self.max_batch_size - width
+        fills = {"pad": (0, 0, 0, others)}
+        output = super().decode_forward(
+            tokens=torch.nn.functional.pad(tokens, **fills),
+            page_table=torch.nn.functional.pad(page_table, **fills),
+            kv_cache=kv_cache,
+            start_pos=torch.nn.functional.pad(start_pos, (0, others), value=-1),
+            enable_trace=enable_trace,
+            read_from_device=read_from_device,
+            reload_inputs=reload_inputs,
+            reload_page_table=reload_page_table,
+            reload_sampling_params=reload_sampling_params,
+            reset_sampling_state=reset_sampling_state,
+            sampling_params=sampling_params,
+        )
+        output.values = output.values[:width]
+        return output
+
+    def check_params(self, params: Any, num_rows: int, padding: Any = ()) -> None:
+        width = self.widths[-1]
+        super().check_params(params, width, [row for row in padding if row < width])
+
+
 class Penalises(Contract1):
     """Contract 1 with penalties and log probabilities; it checks what they are given."""
 
@@ -818,6 +870,7 @@ class Galaxy(Legacy):
 
 
 AdaptedContract1 = adapt(Contract1)
+AdaptedWidths = adapt(Widths)
 AdaptedLegacy = adapt(Legacy)
 AdaptedSeed = adapt(Seed)
 AdaptedSeedV1 = adapt(SeedV1)

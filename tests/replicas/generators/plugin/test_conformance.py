@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from replicas.config import MeshConfig
+from replicas.errors import ConfigError
 from replicas.messages import AddRequest, EngineRequest
 from replicas.sampling_params import SamplingParams
 from tests.engines import engine_core, generate, num_preemptions, num_prefix_hits
@@ -89,6 +90,40 @@ def test_rows_of_the_host_beside_others_that_run_ahead(
         found = generate(core, prompts, sampling, stagger=2)
         assert found == [expect(prompt, 12) for prompt in prompts]
         assert model_of(core).num_steady > 0
+
+
+@pytest.mark.usefixtures("ttnn")
+@pytest.mark.parametrize("draws", ["none", "decode_only"])
+def test_a_decode_is_as_wide_as_the_least_captured_width_of_its_rows(
+    draws: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_doubles(monkeypatch, 2)
+    mesh = MeshConfig(name="N300", sample_on_device=draws)
+    config = engine_config(folder, f"{DOUBLES}:Widths", mesh, num_blocks=20)
+    prompts = [make_prompt(i * 11, 15 + i) for i in range(6)]
+    with engine_core(config) as core:
+        widths = model_of(core).widths
+        for num_streams, width in ((1, 1), (2, 2), (3, 4), (1, 1)):
+            widths.clear()
+            some = prompts[:num_streams]
+            assert generate(core, some) == [expect(prompt, 12) for prompt in some]
+            assert max(widths) == width
+        assert set(widths) == {1}
+        # Rows come and go at different times.
+        assert generate(core, prompts, stagger=3) == [expect(prompt, 12) for prompt in prompts]
+
+
+@pytest.mark.usefixtures("ttnn")
+def test_slots_without_a_captured_width_are_refused_with_both_numbers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = open_doubles(monkeypatch, 2)
+    for changes in ({"max_batch_size": 3}, {"max_batch_size": 12}):
+        config = engine_config(folder, f"{DOUBLES}:Widths", MeshConfig(name="N300"), **changes)
+        said = f"decodes 1, 2, 4, 8 rows at once, but a lane has {changes['max_batch_size']} slots"
+        with pytest.raises(ConfigError, match=said), engine_core(config):
+            pass
+    assert all(mesh.is_closed for _, mesh in opened)
 
 
 @pytest.mark.usefixtures("ttnn")
