@@ -12,8 +12,8 @@ At start::
     scheduler = connector.create_scheduler(settings, [io.layout for io in ios])
 
 Layers that share one block table are a *KV group*. The engine passes one entry for each of its KV
-groups, in an order that never changes: ``ios``, layouts, every ``block_ids``. The connectors in
-this package move the KV of one group and refuse an engine with several at start.
+groups, in an order that never changes: ``ios``, layouts, every ``block_ids``. Of the connectors in
+this package "p2p" moves any number of groups; the others refuse an engine with several at start.
 
 When a request arrives: ``on_new_request``; on the decode side, when its ticket does. While it waits
 to be admitted: ``get_num_new_matched_tokens``, then blocks are allocated for the whole prompt, then
@@ -55,7 +55,7 @@ from kv_transfer.config import KVNetwork, TransferConfig
 from kv_transfer.errors import FailureReason, TransferError
 from kv_transfer.host_blocks import HostBlocks
 from kv_transfer.keys import KeyRing
-from kv_transfer.layout import KVLayout
+from kv_transfer.layout import KVLayout, RowLayout
 from kv_transfer.store import StoreConfig, StoreCounters
 from kv_transfer.ticket import Role, Ticket
 from kv_transfer.transport import Transport, WireCounters
@@ -138,6 +138,20 @@ class KVDeviceIO(Protocol):
         """Places of the blocks in ``shared_region``."""
 
 
+class KVMemory(Struct, frozen=True):
+    """KV memory of one engine, as a transport sees it.
+
+    Attributes:
+        layout: Layout of the rows that it carries.
+        shared_region: Memory of the blocks that other processes of this host may map, else None.
+        region_layout: Places of the blocks in ``shared_region``.
+    """
+
+    layout: RowLayout
+    shared_region: "SharedRegion | None" = None
+    region_layout: "RegionLayout | None" = None
+
+
 class ConnectorSettings(Struct, frozen=True, kw_only=True):
     """Settings of one engine's connector, fixed at start.
 
@@ -172,7 +186,7 @@ class ConnectorSettings(Struct, frozen=True, kw_only=True):
     make_transport: "TransportFactory | None" = None
 
 
-TransportFactory = Callable[[ConnectorSettings, KVDeviceIO, Callable[[], None]], Transport]
+TransportFactory = Callable[[ConnectorSettings, KVMemory, Callable[[], None]], Transport]
 """Makes the transport of an engine; the last argument wakes the engine, from any thread."""
 
 

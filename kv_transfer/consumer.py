@@ -204,7 +204,7 @@ class ConsumerSessions:
     def lost(self, data: Data, now_s: float) -> None:
         """Request rows again whose payload could not be fetched."""
         loading = self._loading.get(data.transfer_id)
-        if loading is not None and loading.expects(data, data.num_rows * loading.row_bytes):
+        if loading is not None and loading.expects(data, loading.num_bytes(data)):
             self._ask_again(loading, data.first_row, data.first_row + data.num_rows, now_s)
 
     def check_invariants(self) -> None:
@@ -238,7 +238,7 @@ class ConsumerSessions:
         if (
             not loading.may_send(data)
             or is_mapped != loading.is_mapped
-            or (not is_mapped and payload.nbytes != data.num_rows * loading.row_bytes)
+            or (isinstance(data, Data) and payload.nbytes != loading.num_bytes(data))
         ):
             self._counters.num_malformed += 1
             return
@@ -366,8 +366,7 @@ def _arrival(
         WireError: When it names blocks that the producer does not share.
     """
     if isinstance(data, Data):
-        rows = payload.reshape(data.num_rows, loading.row_bytes)
-        return Arrived(data.transfer_id, data.first_row, rows, path)
+        return Arrived(data.transfer_id, data.first_row, data.num_rows, payload, path)
     if data.lane >= len(loading.route.source):
         raise WireError(f"no lane {data.lane} in the producer's shared memory")
     source = loading.route.source[data.lane]

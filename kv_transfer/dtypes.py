@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_transfer.errors import InvalidLayoutError
-from kv_transfer.layout import BFLOAT8_B, BFLOAT8_B_TILE_BYTES, ROW_TOKENS, KVLayout
+from kv_transfer.layout import BFLOAT8_B, BFLOAT8_B_TILE_BYTES, ROW_TOKENS, KVLayout, RowLayout
 
 _Bytes: TypeAlias = NDArray[np.uint8]
 """(units, bytes of a unit)"""
@@ -76,7 +76,7 @@ def is_lossless(source: str, target: str) -> bool:
     return source == target or pair in _LOSSLESS
 
 
-def acceptable_layouts(own: KVLayout, accept_dtypes: Iterable[str]) -> dict[str, KVLayout]:
+def acceptable_layouts(own: RowLayout, accept_dtypes: Iterable[str]) -> dict[str, RowLayout]:
     """Return the layouts that an engine accepts, by hash: all it will know of a producer's layout.
 
     Args:
@@ -93,8 +93,9 @@ def acceptable_layouts(own: KVLayout, accept_dtypes: Iterable[str]) -> dict[str,
     """
     layouts = [own]
     for dtype in accept_dtypes:
-        layouts.append(msgspec.structs.replace(own, dtype=dtype))
-        is_lossless(dtype, own.dtype)
+        layouts.append(own.with_dtype(dtype))
+        for group in own.groups:
+            is_lossless(dtype, group.dtype)
     return {layout.content_hash(): layout for layout in layouts}
 
 

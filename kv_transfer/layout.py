@@ -11,6 +11,7 @@ Pure; owns no state.
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import msgspec
 
@@ -106,6 +107,19 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.num_pieces * self.num_kv_heads * self.unit_bytes
 
     @property
+    def groups(self) -> tuple["KVLayout"]:
+        """This layout, as that of the only KV group; see ``GroupedLayout``."""
+        return (self,)
+
+    def num_bytes(self, num_tokens: int, first_row: int, num_rows: int) -> int:
+        """Return the bytes of these rows of a request of ``num_tokens`` tokens."""
+        return num_rows * self.row_bytes
+
+    def with_dtype(self, dtype: str) -> "KVLayout":
+        """Return this layout with another dtype."""
+        return msgspec.structs.replace(self, dtype=dtype)
+
+    @property
     def rows_per_block(self) -> int:
         """Rows of one block."""
         return self.block_size // ROW_TOKENS
@@ -149,3 +163,79 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         body = msgspec.to_builtins(self)
         del body["block_size"], body["window"]
         return hashlib.blake2b(msgspec.msgpack.encode((_FORMAT, body)), digest_size=16).hexdigest()
+
+
+class GroupedLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Layout of a transfer of several KV groups.
+
+    A row has 32 tokens of each group that still needs them: a group with a window has no part in
+    the rows behind the window of the request's last token. Consecutive rows travel as those of the
+    first group, then those of the next.
+
+    Attributes:
+        groups: Layout of each KV group; they may differ in everything but the weights.
+    """
+
+    groups: tuple[KVLayout, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row that all groups need, the largest there is."""
+        return sum(layout.row_bytes for layout in self.groups)
+
+    def num_bytes(self, num_tokens: int, first_row: int, num_rows: int) -> int:
+        """Return the bytes of these rows of a request of ``num_tokens`` tokens."""
+        parts = zip(self.groups, group_rows(self, num_tokens, first_row, num_rows), strict=True)
+        return sum(len(rows) * layout.row_bytes for layout, rows in parts)
+
+    def with_dtype(self, dtype: str) -> "GroupedLayout":
+        """Return this layout with another dtype in each group."""
+        return GroupedLayout(tuple(layout.with_dtype(dtype) for layout in self.groups))
+
+    def num_rows(self, num_tokens: int) -> int:
+        """Return how many rows hold ``num_tokens`` tokens; the last one may be partly filled."""
+        return -(-num_tokens // ROW_TOKENS)
+
+    def first_row(self, num_tokens: int) -> int:
+        """Return the first row that any group needs; see ``KVLayout.first_row``."""
+        return min(layout.first_row(num_tokens) for layout in self.groups)
+
+    def content_hash(self) -> str:
+        """Return 32 hexadecimal digits that are equal for equal rows.
+
+        Windows count here, because they decide which groups a row has.
+        """
+        body = [(layout.content_hash(), layout.window) for layout in self.groups]
+        return hashlib.blake2b(msgspec.msgpack.encode((_FORMAT, body)), digest_size=16).hexdigest()
+
+
+RowLayout = KVLayout | GroupedLayout
+"""Layout of the rows of a transfer."""
+
+
+def join_layouts(layouts: Sequence[KVLayout]) -> RowLayout:
+    """Return the layout of a transfer of these KV groups."""
+    return layouts[0] if len(layouts) == 1 else GroupedLayout(tuple(layouts))
+
+
+def group_rows(
+    layout: RowLayout, num_tokens: int, first_row: int, num_rows: int
+) -> tuple[range, ...]:
+    """Return which of these rows of a request each KV group has a part in.
+
+    Args:
+        layout: Layout of the transfer.
+        num_tokens: Tokens of the request.
+        first_row: First of the rows; the caller asks for none before ``layout.first_row``.
+        num_rows: How many.
+
+    Returns:
+        For each group a range that ends with the last of these rows, or is empty.
+    """
+    end_row = first_row + num_rows
+    if isinstance(layout, KVLayout):
+        return (range(first_row, end_row),)
+    return tuple(
+        range(min(max(first_row, group.first_row(num_tokens)), end_row), end_row)
+        for group in layout.groups
+    )

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.errors import FailureReason
+from kv_transfer.layout import RowLayout
 from kv_transfer.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -27,7 +28,7 @@ class Loading:
     ticket: Ticket
     sealed: bytes
     route: ProducerRoute
-    row_bytes: int
+    layout: RowLayout
     start_row: int
     num_rows: int
     started_s: float
@@ -59,7 +60,7 @@ class Loading:
             command.ticket,
             command.sealed,
             route,
-            command.row_bytes,
+            command.layout,
             command.start_row,
             num_rows,
             *(now_s,) * 4,
@@ -88,6 +89,15 @@ class Loading:
         return self.is_mapped and self.is_consumed
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of the producer's largest row, by which memory is reserved."""
+        return self.layout.row_bytes
+
+    def num_bytes(self, data: Data) -> int:
+        """Return how many bytes the payload of a header has."""
+        return self.layout.num_bytes(self.ticket.num_tokens, data.first_row, data.num_rows)
+
+    @property
     def window(self) -> int:
         """Rows that may arrive beyond the consumed ones."""
         return self.limit - self.start_row - self.consumed
@@ -104,7 +114,7 @@ class Loading:
         return (
             data.epoch == self.ticket.epoch
             and data.incarnation == self.ticket.producer_incarnation
-            and num_bytes == data.num_rows * self.row_bytes
+            and num_bytes == self.num_bytes(data)
             and self.may_send(data)
         )
 

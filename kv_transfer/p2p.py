@@ -16,11 +16,10 @@ from kv_transfer.connector import (
     TransferRequest,
     TransferResults,
     TransportFactory,
-    only_kv_group,
 )
 from kv_transfer.dtypes import acceptable_layouts
 from kv_transfer.errors import LayoutMismatchError, TransferError
-from kv_transfer.layout import ROW_TOKENS, KVLayout
+from kv_transfer.layout import ROW_TOKENS, KVLayout, RowLayout, join_layouts
 from kv_transfer.p2p_worker import P2PConnectorWorker, P2PMeta
 from kv_transfer.ticket import Role, Ticket, check_ticket
 
@@ -42,7 +41,7 @@ class P2PConnectorScheduler:
     Owner: the engine's core thread.
     """
 
-    def __init__(self, settings: ConnectorSettings, layout: KVLayout) -> None:
+    def __init__(self, settings: ConnectorSettings, layout: RowLayout) -> None:
         self._incarnation = settings.incarnation
         self._keys = settings.keys
         self._unix_now_s = settings.unix_now_s
@@ -76,9 +75,12 @@ class P2PConnectorScheduler:
         """Offer the full blocks of a request that keeps running here."""
         transfer = self._begin(request, only_role="producer")
         transfer.is_lent = True
-        first_row = self._layout.first_row(transfer.ticket.num_tokens)
-        is_behind = any(first_row * ROW_TOKENS < first for first in lent.first_positions)
-        if is_behind or transfer.ticket.num_tokens > lent.num_computed_tokens:
+        num_tokens = transfer.ticket.num_tokens
+        is_behind = any(
+            group.first_row(num_tokens) * ROW_TOKENS < first
+            for group, first in zip(self._layout.groups, lent.first_positions, strict=False)
+        )
+        if is_behind or num_tokens > lent.num_computed_tokens:
             self.cancel(request.request_id)
             return
         transfer.num_saved_tokens = lent.num_computed_tokens
@@ -139,22 +141,23 @@ class P2PConnectorScheduler:
         if transfer is None or transfer.role == "producer" or transfer.is_loading:
             return
         num_tokens = transfer.ticket.num_tokens
-        num_blocks = self._layout.num_blocks(num_tokens)
-        table = only_kv_group(block_ids)
-        if len(table) < num_blocks:
-            raise TransferError(
-                f"request {request_id}: {len(table)} blocks allocated, {num_blocks} needed "
-                f"for the {num_tokens} tokens of its ticket"
-            )
+        tables = []
+        for group, table in zip(self._layout.groups, block_ids, strict=True):
+            num_blocks = group.num_blocks(num_tokens)
+            if len(table) < num_blocks:
+                raise TransferError(
+                    f"request {request_id}: {len(table)} blocks allocated, {num_blocks} needed "
+                    f"for the {num_tokens} tokens of its ticket"
+                )
+            tables.append(tuple(table[:num_blocks]))
         # Rounded down: a row that the local prefix covers in part is fetched whole.
         start_row = (num_tokens - num_external_tokens) // ROW_TOKENS
         start_row = max(start_row, self._layout.first_row(num_tokens))
         if num_external_tokens == 0:
             start_row = self._layout.num_rows(num_tokens)
         transfer.is_loading = True
-        tables = (tuple(table[:num_blocks]),)
         self._loads[request_id] = LoadSpec(
-            transfer.ticket, transfer.sealed, lane, tables, start_row
+            transfer.ticket, transfer.sealed, lane, tuple(tables), start_row
         )
 
     def build_connector_meta(self, progress: Sequence[SaveProgress] = ()) -> P2PMeta:
@@ -193,7 +196,10 @@ class P2PConnectorScheduler:
         transfer = self._transfers.get(request_id)
         if transfer is None or not transfer.is_lent:
             return None
-        return self._layout.first_row(transfer.ticket.num_tokens) * ROW_TOKENS
+        num_tokens = transfer.ticket.num_tokens
+        # No window leaves a block of a group without one.
+        windows = [group for group in self._layout.groups if group.window is not None]
+        return min((x.first_row(num_tokens) for x in windows), default=0) * ROW_TOKENS
 
     def request_preempted(self, request_id: str) -> None:
         """Stop reading a producing request's blocks: they are about to be reused."""
@@ -230,7 +236,7 @@ class P2PConnector:
         self, settings: ConnectorSettings, layouts: Sequence[KVLayout]
     ) -> P2PConnectorScheduler:
         """Make the scheduler side of one engine."""
-        return P2PConnectorScheduler(settings, only_kv_group(layouts))
+        return P2PConnectorScheduler(settings, join_layouts(layouts))
 
     def create_worker(
         self, settings: ConnectorSettings, notify: Callable[[], None]

@@ -7,11 +7,18 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_transfer.connector import Failure, LoadSpec, TransferInfo, count_failure, only_kv_group
+from kv_transfer.connector import (
+    BlockTables,
+    Failure,
+    LoadSpec,
+    TransferInfo,
+    count_failure,
+    only_kv_group,
+)
 from kv_transfer.dtypes import convert_rows
 from kv_transfer.errors import FailureReason
 from kv_transfer.host_blocks import HostBlocks, zero_row_tail
-from kv_transfer.layout import ROW_TOKENS, KVLayout
+from kv_transfer.layout import ROW_TOKENS, RowLayout, group_rows
 from kv_transfer.messages import PayloadPath
 from kv_transfer.p2p_context import P2PContext
 from kv_transfer.ticket import Ticket
@@ -31,10 +38,10 @@ from kv_transfer.transport import (
 @dataclass(slots=True, eq=False)
 class _Loading:
     ticket: Ticket
-    layout: KVLayout
-    """Layout of the producer, with this engine's block size."""
+    layout: RowLayout
+    """Layout of the producer, with this engine's block sizes."""
     lane: int
-    block_ids: tuple[int, ...]
+    block_ids: BlockTables
     start_row: int
     num_rows: int
     started_s: float
@@ -63,10 +70,15 @@ class _Loading:
 
     def is_whole(self, first_row: int, num_rows: int) -> bool:
         """Return whether these rows begin and end at block bounds of this engine, or at the end."""
-        rows_per_block, end_row = self.layout.rows_per_block, first_row + num_rows
+        rows_per_block = only_kv_group(self.layout.groups).rows_per_block
+        end_row = first_row + num_rows
         return first_row % rows_per_block == 0 and (
             end_row % rows_per_block == 0 or end_row == self.num_rows
         )
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(map(len, self.block_ids))
 
     @property
     def num_tokens(self) -> int:
@@ -90,7 +102,7 @@ class P2PLoads:
         layouts: Layouts of acceptable producers, by their hash.
     """
 
-    def __init__(self, context: P2PContext, layouts: Mapping[str, KVLayout]) -> None:
+    def __init__(self, context: P2PContext, layouts: Mapping[str, RowLayout]) -> None:
         self._context = context
         self._layouts = layouts
         self._loading: dict[bytes, _Loading] = {}
@@ -102,7 +114,7 @@ class P2PLoads:
     @property
     def num_blocks(self) -> int:
         """Blocks that in-flight loads write into."""
-        return sum(len(x.block_ids) for x in self._loading.values())
+        return sum(x.num_blocks for x in self._loading.values())
 
     def infos(self, now_s: float) -> list[TransferInfo]:
         """Return the loads under way."""
@@ -116,7 +128,7 @@ class P2PLoads:
                 total_rows=x.num_rows - x.start_row,
                 ready_rows=x.num_rows - x.start_row - x.num_missing,
                 done_rows=x.num_rows - x.start_row - x.num_missing,
-                num_blocks=len(x.block_ids),
+                num_blocks=x.num_blocks,
                 age_s=now_s - x.started_s,
             )
             for x in self._loading.values()
@@ -128,9 +140,7 @@ class P2PLoads:
         """Start to fetch the KV that a ticket names."""
         layout = self._layouts[spec.ticket.layout_hash]
         num_rows = layout.num_rows(spec.ticket.num_tokens)
-        self._context.commands.append(
-            StartLoad(spec.ticket, spec.sealed, spec.start_row, layout.row_bytes)
-        )
+        self._context.commands.append(StartLoad(spec.ticket, spec.sealed, spec.start_row, layout))
         if spec.start_row >= num_rows:
             self._context.ended.received.add(spec.ticket.request_id)
             return
@@ -141,7 +151,7 @@ class P2PLoads:
             spec.ticket,
             layout,
             spec.lane,
-            only_kv_group(spec.block_ids),
+            spec.block_ids,
             spec.start_row,
             num_rows,
             self._context.now_s,
@@ -199,8 +209,8 @@ class P2PLoads:
         num_lost = 0
         if isinstance(event, Arrived):
             loading.path = event.path
-            self._write(loading, event.first_row, event.payload)
-            good = [range(event.first_row, event.first_row + len(event.payload))]
+            self._write(loading, event.first_row, event.num_rows, event.payload)
+            good = [range(event.first_row, event.first_row + event.num_rows)]
         else:
             good, bad = self._read_mapped(loading, event)
             num_lost = sum(loading.mark_lost(rows.start, rows.stop) for rows in bad)
@@ -212,11 +222,22 @@ class P2PLoads:
         if loading.num_missing == 0 and loading.path != "shared":
             self._end(event.transfer_id, None)
 
-    def _write(self, loading: _Loading, first_row: int, rows: NDArray[np.uint8]) -> None:
-        io = self._context.io
-        if loading.layout.dtype != io.layout.dtype:
-            rows = convert_rows(rows, loading.layout, io.layout)
-        io.write_rows(loading.lane, loading.block_ids, first_row, rows)
+    def _write(
+        self, loading: _Loading, first_row: int, num_rows: int, payload: NDArray[np.uint8]
+    ) -> None:
+        """Write rows of all groups, whose bytes are in the order of ``GroupedLayout``."""
+        num_tokens, start, payload = loading.ticket.num_tokens, 0, payload.reshape(-1)
+        ranges = group_rows(loading.layout, num_tokens, first_row, num_rows)
+        groups = zip(
+            self._context.ios, loading.layout.groups, loading.block_ids, ranges, strict=True
+        )
+        for io, source, table, rows in groups:
+            end = start + len(rows) * source.row_bytes
+            data = payload[start:end].reshape(len(rows), source.row_bytes)
+            if source.dtype != io.layout.dtype:
+                data = convert_rows(data, source, io.layout)
+            io.write_rows(loading.lane, table, rows.start, data)
+            start = end
 
     def _read_mapped(
         self, loading: _Loading, event: ArrivedMapped
@@ -251,7 +272,7 @@ class P2PLoads:
         is_alike = io.host_blocks is not None and source.layout == io.layout
         if is_alike and loading.is_whole(event.first_row, event.num_rows):
             assert io.host_blocks is not None
-            block_ids = loading.block_ids[first_block:end_block]
+            block_ids = only_kv_group(loading.block_ids)[first_block:end_block]
             return io.host_blocks[loading.lane].copy_from(source, source_ids, block_ids, digests)
         offset = event.first_row - first_block * source.layout.rows_per_block
         # Copied and checked in memory of this process: the source may change between two reads.
@@ -260,27 +281,27 @@ class P2PLoads:
         rows = copy.read_rows(range(len(source_ids)), offset, event.num_rows)
         if event.first_row + event.num_rows == loading.num_rows:
             zero_row_tail(source.layout, rows[-1], loading.ticket.num_tokens)
-        self._write(loading, event.first_row, rows)
+        self._write(loading, event.first_row, event.num_rows, rows)
         return wrong
 
     def _finish_writing(self, loading: _Loading) -> None:
-        """Zero the last block behind the last token: stale values there could be NaN."""
-        io, num_tokens = self._context.io, loading.ticket.num_tokens
+        """Zero the last blocks behind the last token: stale values there could be NaN."""
         loading.last_s = self._context.now_s
-        if io.host_blocks is not None:
-            io.host_blocks[loading.lane].zero_tail(loading.block_ids, num_tokens)
-            return
-        num_free = -loading.num_rows % io.layout.rows_per_block
-        if num_free:
-            zeros = np.zeros((num_free, io.layout.row_bytes), np.uint8)
-            io.write_rows(loading.lane, loading.block_ids, loading.num_rows, zeros)
+        for io, table in zip(self._context.ios, loading.block_ids, strict=True):
+            if io.host_blocks is not None:
+                io.host_blocks[loading.lane].zero_tail(table, loading.ticket.num_tokens)
+                continue
+            num_free = -loading.num_rows % io.layout.rows_per_block
+            if num_free:
+                zeros = np.zeros((num_free, io.layout.row_bytes), np.uint8)
+                io.write_rows(loading.lane, table, loading.num_rows, zeros)
 
     def _end(self, transfer_id: bytes, reason: FailureReason | None) -> None:
         loading = self._loading.pop(transfer_id, None)
         if loading is None:
             return
         del self._ids[loading.ticket.request_id], self._context.turns[transfer_id]
-        if loading.layout.dtype != self._context.io.layout.dtype:
+        if loading.layout != self._context.layout:
             self._context.ended.converted.add(loading.ticket.request_id)
         if reason is not None:
             self._context.ended.failed[loading.ticket.request_id] = Failure(
@@ -290,6 +311,8 @@ class P2PLoads:
             return
         self._context.ended.received.add(loading.ticket.request_id)
         assert loading.first_s is not None
-        num_bytes = (loading.num_rows - loading.start_row) * loading.layout.row_bytes
+        num_bytes = loading.layout.num_bytes(
+            loading.ticket.num_tokens, loading.start_row, loading.num_rows - loading.start_row
+        )
         times_s = (loading.started_s, loading.first_s, loading.last_s, self._context.now_s)
         self._context.totals.count_received(loading.path, num_bytes, times_s)

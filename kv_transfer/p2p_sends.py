@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kv_transfer.connector import (
+    BlockTables,
     Failure,
     SaveProgress,
     TransferInfo,
@@ -15,7 +16,7 @@ from kv_transfer.connector import (
 )
 from kv_transfer.errors import FailureReason
 from kv_transfer.host_blocks import zero_row_tail
-from kv_transfer.layout import ROW_TOKENS
+from kv_transfer.layout import ROW_TOKENS, group_rows
 from kv_transfer.messages import PayloadPath, encode_mapped
 from kv_transfer.p2p_context import P2PContext
 from kv_transfer.ticket import Ticket
@@ -36,7 +37,7 @@ class _Sending:
     num_rows: int
     offered_s: float
     lane: int = 0
-    block_ids: tuple[int, ...] = ()
+    block_ids: BlockTables = ()
     ready: int = 0
     """Rows from position 0 that are computed and may be read."""
     computed_s: float | None = None
@@ -77,6 +78,10 @@ class _Sending:
             self.cursor = taken.stop
 
     @property
+    def num_blocks(self) -> int:
+        return sum(map(len, self.block_ids))
+
+    @property
     def state(self) -> str:
         if self.cursor < 0:
             return "waiting"
@@ -103,7 +108,7 @@ class P2PSends:
     @property
     def num_blocks(self) -> int:
         """Blocks that in-flight sends keep allocated."""
-        return sum(len(x.block_ids) for x in self._sending.values())
+        return sum(x.num_blocks for x in self._sending.values())
 
     def oldest_s(self, now_s: float) -> float:
         """Return the age of the oldest send in seconds; 0 without one."""
@@ -123,7 +128,7 @@ class P2PSends:
                 total_rows=x.num_rows,
                 ready_rows=x.ready,
                 done_rows=max(0, x.cursor),
-                num_blocks=len(x.block_ids),
+                num_blocks=x.num_blocks,
                 age_s=now_s - x.offered_s,
                 lease_left_s=lease_left_s(transfer_id, now_s),
             )
@@ -135,7 +140,7 @@ class P2PSends:
     def offer(self, ticket: Ticket) -> None:
         """Permit a consumer to attach."""
         transfer_id = ticket.transfer_id
-        num_rows = self._context.io.layout.num_rows(ticket.num_tokens)
+        num_rows = self._context.layout.num_rows(ticket.num_tokens)
         self._sending[transfer_id] = _Sending(ticket, num_rows, self._context.now_s)
         self._ids[ticket.request_id] = transfer_id
         self._context.turns[transfer_id] = None
@@ -172,14 +177,15 @@ class P2PSends:
         sending = self._of(save.request_id)
         if sending is None:
             return
-        layout = self._context.io.layout
         num_tokens = min(save.num_computed_tokens, sending.ticket.num_tokens)
         is_whole = num_tokens == sending.ticket.num_tokens
         if is_whole and sending.ready < sending.num_rows:
             sending.computed_s = self._context.now_s
         sending.lane = save.lane
-        table = only_kv_group(save.block_ids)
-        sending.block_ids = table[: layout.num_blocks(sending.ticket.num_tokens)]
+        sending.block_ids = tuple(
+            table[: layout.num_blocks(sending.ticket.num_tokens)]
+            for layout, table in zip(self._context.layout.groups, save.block_ids, strict=True)
+        )
         sending.ready = sending.num_rows if is_whole else num_tokens // ROW_TOKENS
         self._context.commands.append(Ready(sending.ticket.transfer_id, sending.ready))
 
@@ -188,11 +194,13 @@ class P2PSends:
     def extract(self, transfer_id: bytes) -> bool:
         """Submit the next granted chunk of a transfer; return whether there was one."""
         sending = self._sending[transfer_id]
-        layout, is_shared = self._context.io.layout, sending.path == "shared"
+        is_shared = sending.path == "shared"
         largest = (
             self._context.config.mapped_chunk_rows if is_shared else self._context.config.chunk_rows
         )
-        taken = sending.next_range(largest(layout.row_bytes), layout.rows_per_block)
+        taken = sending.next_range(
+            largest(self._context.layout.row_bytes), self._context.io.layout.rows_per_block
+        )
         if not taken:
             return False
         chunk = self._mapped_chunk if is_shared else self._chunk
@@ -202,18 +210,24 @@ class P2PSends:
 
     def _chunk(self, sending: _Sending, taken: range) -> Chunk:
         """Copy rows out, with zeros behind the last token of the last row."""
-        io = self._context.io
-        payload = io.read_rows(sending.lane, sending.block_ids, taken.start, len(taken))
-        if taken.stop == sending.num_rows:
-            zero_row_tail(io.layout, payload[-1], sending.ticket.num_tokens)
-        return Chunk(sending.ticket.transfer_id, taken.start, payload)
+        num_tokens, parts = sending.ticket.num_tokens, []
+        ranges = group_rows(self._context.layout, num_tokens, taken.start, len(taken))
+        for io, table, rows in zip(self._context.ios, sending.block_ids, ranges, strict=True):
+            if not rows:
+                continue
+            part = io.read_rows(sending.lane, table, rows.start, len(rows))
+            if rows.stop == sending.num_rows:
+                zero_row_tail(io.layout, part[-1], num_tokens)
+            parts.append(part.reshape(-1))
+        payload = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return Chunk(sending.ticket.transfer_id, taken.start, len(taken), payload)
 
     def _mapped_chunk(self, sending: _Sending, taken: range) -> MappedChunk:
         """Announce rows in place, with digests to check them if ``verify`` is set."""
         io = self._context.io
         assert io.host_blocks is not None
         first_block, end_block = io.layout.covering(taken.start, len(taken))
-        block_ids = sending.block_ids[first_block:end_block]
+        block_ids = only_kv_group(sending.block_ids)[first_block:end_block]
         digests = np.empty(0, np.uint64)
         if self._context.config.verify:
             digests = io.host_blocks[sending.lane].digests(block_ids)
@@ -252,7 +266,9 @@ class P2PSends:
         del self._ids[sending.ticket.request_id], self._context.turns[transfer_id]
         if reason is None:
             self._context.ended.sent.add(sending.ticket.request_id)
-            num_bytes = num_rows * self._context.io.layout.row_bytes
+            num_bytes = self._context.layout.num_bytes(
+                sending.ticket.num_tokens, sending.num_rows - num_rows, num_rows
+            )
             self._context.totals.count_sent(sending.path, num_bytes)
             if sending.computed_s is not None:
                 self._context.observe("handover", self._context.now_s - sending.computed_s)

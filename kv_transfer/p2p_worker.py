@@ -15,16 +15,17 @@ from kv_transfer.connector import (
     ConnectorSettings,
     Failure,
     KVDeviceIO,
+    KVMemory,
     LoadSpec,
     SaveProgress,
     TransferInfo,
     TransferResults,
     TransferStats,
     TransportFactory,
-    only_kv_group,
 )
 from kv_transfer.dtypes import acceptable_layouts
 from kv_transfer.errors import FailureReason, TransferError
+from kv_transfer.layout import join_layouts
 from kv_transfer.p2p_context import P2PContext
 from kv_transfer.p2p_loads import P2PLoads
 from kv_transfer.p2p_sends import P2PSends
@@ -89,12 +90,18 @@ class P2PConnectorWorker:
         """Attach the cache and start listening."""
         if self._transport is not None:
             raise TransferError("register_kv_caches was called twice: call it once")
-        io = only_kv_group(ios)
-        self._context = P2PContext(io=io, config=self._settings.config)
+        layout = join_layouts([io.layout for io in ios])
+        self._context = P2PContext(
+            io=ios[0], ios=tuple(ios), layout=layout, config=self._settings.config
+        )
         self._sends = P2PSends(self._context)
-        layouts = acceptable_layouts(io.layout, self._settings.accept_dtypes)
+        layouts = acceptable_layouts(layout, self._settings.accept_dtypes)
         self._loads = P2PLoads(self._context, layouts)
-        self._transport = self._make_transport(self._settings, io, self._notify)
+        # Blocks of several KV groups are sent: a digest covers a block of one group.
+        memory = KVMemory(layout)
+        if len(ios) == 1:
+            memory = KVMemory(layout, ios[0].shared_region, ios[0].region_layout)
+        self._transport = self._make_transport(self._settings, memory, self._notify)
 
     def close(self, deadline_s: float) -> None:
         """Stop listening and leave no thread, socket or file. Idempotent."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kv_transfer.connector import ConnectorSettings
 from kv_transfer.errors import FailureReason
-from kv_transfer.layout import KVLayout
+from kv_transfer.layout import RowLayout
 from kv_transfer.lease import LeaseState, LeaseTable
 from kv_transfer.messages import (
     Cancel,
@@ -66,7 +66,7 @@ class ProducerSessions:
     def __init__(
         self,
         settings: ConnectorSettings,
-        layout: KVLayout,
+        layout: RowLayout,
         counters: WireCounters,
         paths: frozenset[PayloadPath],
     ) -> None:

@@ -60,7 +60,7 @@ class Sending:
             # The core extracted it for another path than the consumer attached with.
             return None
         first_row, epoch = chunk.first_row, self.ticket.epoch
-        num_rows = chunk.num_rows if isinstance(chunk, MappedChunk) else len(chunk.payload)
+        num_rows = chunk.num_rows
         self.sent_rows = max(self.sent_rows, first_row + num_rows)
         checksum = chunk_checksum(chunk.transfer_id, epoch, first_row, num_rows, chunk.payload)
         coordinates = (chunk.transfer_id, epoch, incarnation, first_row, num_rows)

@@ -6,7 +6,7 @@ and events for the core. Pure, like the two state machines that it joins.
 
 from kv_transfer.connector import ConnectorSettings
 from kv_transfer.consumer import ConsumerSessions
-from kv_transfer.layout import KVLayout
+from kv_transfer.layout import RowLayout
 from kv_transfer.messages import PayloadPath
 from kv_transfer.producer import ProducerSessions
 from kv_transfer.transport import (
@@ -39,7 +39,7 @@ class TransferSessions:
     def __init__(
         self,
         settings: ConnectorSettings,
-        layout: KVLayout,
+        layout: RowLayout,
         counters: WireCounters,
         paths: frozenset[PayloadPath] = frozenset({"inline"}),
     ) -> None:

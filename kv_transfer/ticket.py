@@ -78,6 +78,7 @@ def check_ticket(ticket: Ticket, incarnation: str, layout_hashes: frozenset[str]
         raise LayoutMismatchError(
             f"the ticket of request {ticket.request_id} is for KV layout {ticket.layout_hash}, and "
             f"this engine accepts {sorted(layout_hashes)}: both pools must serve the same model "
-            f"with the same rope order and a dtype that kv_accept_dtypes of the decode pool allows"
+            f"with the same rope order and KV groups (one kv_connector, one kind of platform), and "
+            f"a dtype that kv_accept_dtypes of the decode pool allows"
         )
     return "producer" if is_producer else "consumer"

@@ -2,7 +2,7 @@
 
 from kv_transfer.connector import ConnectorSettings
 from kv_transfer.errors import FailureReason, TicketError
-from kv_transfer.layout import KVLayout
+from kv_transfer.layout import RowLayout
 from kv_transfer.messages import PROTOCOL_VERSION, Cancel, Done, Fetch, PayloadPath, ToProducer
 from kv_transfer.ticket import Ticket
 from kv_transfer.transport import WireCounters
@@ -23,7 +23,7 @@ class TicketChecks:
     def __init__(
         self,
         settings: ConnectorSettings,
-        layout: KVLayout,
+        layout: RowLayout,
         counters: WireCounters,
         paths: frozenset[PayloadPath],
     ) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kv_transfer.errors import FailureReason
 from kv_transfer.host_blocks import HostBlocks
+from kv_transfer.layout import RowLayout
 from kv_transfer.messages import PayloadPath
 from kv_transfer.ticket import Ticket
 
@@ -53,10 +54,11 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """Producer: extracted rows to send, ``payload`` (n, row_bytes) uint8."""
+    """Producer: extracted rows to send, ``payload`` their bytes as ``GroupedLayout`` says."""
 
     transfer_id: bytes
     first_row: int
+    num_rows: int
     payload: NDArray[np.uint8]
 
 
@@ -94,13 +96,13 @@ class StartLoad:
         ticket: The opened ticket.
         sealed: The same ticket as it came, to show to the producer.
         start_row: First row; if no row is left, only Done is sent.
-        row_bytes: Bytes of the producer's rows.
+        layout: Layout of the producer's rows.
     """
 
     ticket: Ticket
     sealed: bytes
     start_row: int
-    row_bytes: int
+    layout: RowLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +176,11 @@ class SendFailed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrived:
-    """Consumer: verified rows; ``payload`` is (n, bytes of a producer's row) uint8."""
+    """Consumer: verified rows, ``payload`` their bytes as ``GroupedLayout`` says."""
 
     transfer_id: bytes
     first_row: int
+    num_rows: int
     payload: NDArray[np.uint8]
     path: PayloadPath
 

@@ -58,9 +58,9 @@ def kv_specs(config: EngineConfig, model: ModelConfig) -> tuple[KVSpec, ...]:
     """Return the KV of each layer; on a simulated mesh, as stored here.
 
     Layers with a window keep the KV of that window only on ttserve's own classes for the CPU.
-    Elsewhere one block table serves all layers. Connectors move the KV of one group: beside layers
-    without a window, and with a connector of another package, those with one keep the KV of all
-    tokens, too.
+    Elsewhere one block table serves all layers. Connectors other than "p2p" move the KV of one
+    group: with them layers with a window beside layers without one keep the KV of all tokens, too.
+    So they do with a connector of another package.
     """
     if config.simulated_mesh is not None:
         return (KV_SPEC,)
@@ -70,9 +70,14 @@ def kv_specs(config: EngineConfig, model: ModelConfig) -> tuple[KVSpec, ...]:
     window = model.sliding_window
     has_window = [model.has_window(layer) for layer in range(len(specs))]
     connector = config.kv_connector
-    moves_all = connector is not None and (":" in connector or not all(has_window))
+    has_both = any(has_window) and not all(has_window)
+    moves_all = connector is not None and (":" in connector or (connector != "p2p" and has_both))
     needs_all = config.mesh is not None or config.generator is not None or moves_all
-    if window is None or needs_all or window >= _asked_length(config, model):
+    if window is None or needs_all:
+        return specs
+    # The groups of two engines must agree, whatever lengths they serve.
+    is_agreed = has_both and connector is not None
+    if window >= _asked_length(config, model) and not is_agreed:
         return specs
     return tuple(
         msgspec.structs.replace(spec, kind="window", window=window) if has else spec
@@ -207,7 +212,8 @@ def _window_limit(config: EngineConfig, model: ModelConfig) -> int:
     """
     specs = kv_specs(config, model)
     windows = [spec.window for spec in specs if spec.window is not None]
-    if len(windows) in (0, len(specs)):
+    if len(windows) in (0, len(specs)) or config.kv_connector is not None:
+        # With a connector a sequence has a block for each of its tokens, see `_max_blocks`.
         return sys.maxsize
     size = config.block_size
     of_slots = config.slots_per_group * (2 + -(-max(windows) // size))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from kv_transfer.connector import ConnectorSettings, KVDeviceIO
+from kv_transfer.connector import ConnectorSettings, KVMemory
 from kv_transfer.producer import SendToConsumer
 from kv_transfer.transports.connections import break_accepted
 from kv_transfer.transports.tcp import address_of
@@ -40,13 +40,13 @@ class FaultyTransport(ZmqTransport):
         self,
         faults: LinkFaults,
         settings: ConnectorSettings,
-        io: KVDeviceIO,
+        memory: KVMemory,
         notify: Callable[[], None],
     ) -> None:
         """Bind and start; ignore the breaks that happened earlier."""
         self._faults = faults
         self._num_breaks = faults.num_breaks(time.monotonic())
-        super().__init__(settings, io, notify)
+        super().__init__(settings, memory, notify)
 
     def _must_be_silent(self, now_s: float) -> bool:
         num_breaks = self._faults.num_breaks(now_s)
@@ -64,6 +64,6 @@ class FaultyTransport(ZmqTransport):
 
     def _send_to_consumer(self, send: SendToConsumer) -> None:
         if send.payload is not None and self._faults.corrupts(time.monotonic()):
-            # One byte of every row, after the checksum was made.
-            send.payload.reshape(len(send.payload), -1)[:, 0] ^= 0xFF
+            # After the checksum was made.
+            send.payload[:] ^= 0xFF
         super()._send_to_consumer(send)

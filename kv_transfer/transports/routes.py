@@ -50,7 +50,7 @@ class ProducerRoutes:
         """Start without routes.
 
         Args:
-            layouts: Layouts of acceptable producers by their hash.
+            layouts: Layouts of acceptable producers whose memory can be mapped, by their hash.
             poller: Wakes the I/O thread when a producer has answered.
             has_nixl: Whether payload from other hosts may come over NIXL.
         """
@@ -69,7 +69,7 @@ class ProducerRoutes:
             approach.loads.append(load)
             return None
         address = next((x for x in key[0] if x.startswith("shm://")), None)
-        if key in self._known or address is None:
+        if key in self._known or address is None or key[1] not in self._layouts:
             return self._known.get(key) or self._plain(key[0])
         fetch = RegionFetch(address, load.sealed)
         if fetch.fileno() < 0:

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_transfer.connector import ConnectorSettings, KVDeviceIO
+from kv_transfer.connector import ConnectorSettings, KVMemory
 from kv_transfer.messages import ToConsumer, ToProducer
 from kv_transfer.sessions import TransferSessions
 from kv_transfer.transport import Command, Event, WireCounters
@@ -50,12 +50,12 @@ class VirtualTransport:
     def __init__(
         self,
         settings: ConnectorSettings,
-        io: KVDeviceIO,
+        memory: KVMemory,
         notify: Callable[[], None],
         wire: VirtualWire,
     ) -> None:
         self._counters = WireCounters()
-        self._sessions = TransferSessions(settings, io.layout, self._counters)
+        self._sessions = TransferSessions(settings, memory.layout, self._counters)
         self._notify = notify
         self._wire = wire
         self._endpoints = (f"ipc://virtual/{settings.incarnation}",)

@@ -22,12 +22,12 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from kv_transfer.connector import ConnectorSettings, KVDeviceIO
+from kv_transfer.connector import ConnectorSettings, KVMemory
 from kv_transfer.consumer import SendToProducer
 from kv_transfer.dtypes import acceptable_layouts
 from kv_transfer.errors import TicketError, TransferError, WireError
 from kv_transfer.io_threads import new_context
-from kv_transfer.layout import KVLayout
+from kv_transfer.layout import KVLayout, RowLayout
 from kv_transfer.messages import (
     MAX_MESSAGE_BYTES,
     Agent,
@@ -66,7 +66,7 @@ class ZmqTransport:
     """
 
     def __init__(
-        self, settings: ConnectorSettings, io: KVDeviceIO, notify: Callable[[], None]
+        self, settings: ConnectorSettings, memory: KVMemory, notify: Callable[[], None]
     ) -> None:
         """Bind and start the I/O thread.
 
@@ -77,7 +77,7 @@ class ZmqTransport:
         prepare_process()
         self._settings = settings
         self._notify = notify
-        self._layouts = acceptable_layouts(io.layout, settings.accept_dtypes)
+        self._layouts = acceptable_layouts(memory.layout, settings.accept_dtypes)
         self._max_bytes = max(
             MAX_MESSAGE_BYTES,
             *(_largest_payload(layout, settings) for layout in self._layouts.values()),
@@ -87,18 +87,18 @@ class ZmqTransport:
         self._router = self._context.socket(zmq.ROUTER)
         self._region_server: RegionServer | None = None
         try:
-            self._endpoints = self._open(io)
+            self._endpoints = self._open(memory)
         except TransferError:
             self._end_context()
             raise
         self._wake_up = WakeUp()
         nixl = start_nixl(settings, self._max_bytes, self._wake_up.wake)
         paths: set[PayloadPath] = {"inline"}
-        if io.shared_region is not None:
+        if memory.shared_region is not None:
             paths.add("shared")
         if nixl is not None:
             paths.add("nixl")
-        self._sessions = TransferSessions(settings, io.layout, self._counters, frozenset(paths))
+        self._sessions = TransferSessions(settings, memory.layout, self._counters, frozenset(paths))
         self._nixl = (
             None if nixl is None else NixlPayload(nixl, settings.incarnation, self._sessions)
         )
@@ -111,7 +111,9 @@ class ZmqTransport:
         self._core = CoreWatch(settings.config.probe_s, settings.config.no_data_s)
         self._poller = self._make_poller()
         self._peers = Peers(self._context, settings, self._max_bytes, self._poller)
-        self._routes = ProducerRoutes(self._layouts, self._poller, has_nixl=nixl is not None)
+        # The memory of a producer with several KV groups is not mapped.
+        mappable = {key: x for key, x in self._layouts.items() if isinstance(x, KVLayout)}
+        self._routes = ProducerRoutes(mappable, self._poller, has_nixl=nixl is not None)
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
 
@@ -168,14 +170,14 @@ class ZmqTransport:
 
     # ---- start and stop
 
-    def _open(self, io: KVDeviceIO) -> tuple[str, ...]:
+    def _open(self, memory: KVMemory) -> tuple[str, ...]:
         """Bind the ROUTER, and serve the KV memory to engines of this host if it can be shared."""
         endpoints = _bind(self._router, self._settings, self._counters)
-        if io.shared_region is None or io.region_layout is None:
+        if memory.shared_region is None or memory.region_layout is None:
             logger.info("KV transfer sends all payload: this engine's KV memory is not shared")
             return endpoints
         admits = partial(_admits, self._settings)
-        self._region_server = RegionServer(io.shared_region, io.region_layout, admits)
+        self._region_server = RegionServer(memory.shared_region, memory.region_layout, admits)
         return (*endpoints, self._region_server.address)
 
     def _make_poller(self) -> zmq.Poller:
@@ -387,7 +389,7 @@ def _admits(settings: ConnectorSettings, sealed: bytes) -> bool:
     return bool(ticket.consumer) and ticket.producer_incarnation == settings.incarnation
 
 
-def _largest_payload(layout: KVLayout, settings: ConnectorSettings) -> int:
+def _largest_payload(layout: RowLayout, settings: ConnectorSettings) -> int:
     """Return the most bytes of one payload frame from a producer of this layout."""
     row_bytes = layout.row_bytes
     mapped = 16 * (settings.config.mapped_chunk_rows(row_bytes) + 1)

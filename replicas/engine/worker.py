@@ -185,11 +185,11 @@ class Worker:
         )
         self._connector = load_connector(config.kv_connector).create_worker(settings, self._notify)
         self._closing.callback(self._connector.close, deadline_s=2.0)
-        io = platform.kv_io(kv_cache)
-        self._connector.register_kv_caches((io,))
+        ios = platform.kv_ios(kv_cache, kv_groups)
+        self._connector.register_kv_caches(ios)
         if generator.model_capabilities.get("supports_layer_callbacks"):
             self._layers = cast("SupportsLayerCallbacks", generator)
-        return self._connector.endpoints, (io.layout,)
+        return self._connector.endpoints, tuple(io.layout for io in ios)
 
     def warm_up(self) -> None:
         """Run every shape once, so that the first request finds it compiled."""

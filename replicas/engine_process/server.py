@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kv_transfer.connector import only_kv_group
 from kv_transfer.curve import server_public_key
+from kv_transfer.layout import join_layouts
 from replicas.messages import (
     PROTOCOL_VERSION,
     AddRequest,
@@ -217,7 +217,7 @@ def describe(
         input_endpoint=input_endpoint,
         output_endpoint=output_endpoint,
         kv_endpoints=core.kv_endpoints,
-        kv_layout_hash=only_kv_group(core.kv_layouts).content_hash() if core.kv_layouts else None,
+        kv_layout_hash=join_layouts(core.kv_layouts).content_hash() if core.kv_layouts else None,
         kv_groups=core.facts.kv_groups,
         model=core.config.model,
         max_model_len=core.max_model_len,

@@ -18,12 +18,13 @@ from replicas.memory_profile import MemoryProfile, kv_bytes, peak_bytes_of, resi
 from replicas.platforms.platform import DTYPES, LoadedModel, Platform, allocate_kv
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kv_transfer.connector import KVDeviceIO
     from replicas.config import EngineConfig
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.protocol import Exchange, Generator, KVCache
+    from replicas.kv_groups import KVGroup
 
 logger = logging.getLogger(__name__)
 
@@ -100,9 +101,25 @@ class CpuPlatform(Platform):
             )
         return LoadedModel(generator, config)
 
-    def kv_io(self, kv_cache: KVCache) -> KVDeviceIO:
+    def kv_ios(self, kv_cache: KVCache, kv_groups: Sequence[KVGroup]) -> tuple[KVDeviceIO, ...]:
         """Return access to a KV cache in host memory."""
-        return TorchKVIO(kv_cache, self.kv_layout(str(self.dtype).removeprefix("torch.")))
+        whole = self.kv_layout(str(self.dtype).removeprefix("torch."))
+        if len(kv_groups) == 1:
+            return (TorchKVIO(kv_cache, whole),)
+        layouts = [
+            msgspec.structs.replace(
+                whole,
+                num_layers=len(group.layers),
+                num_kv_heads=group.spec.heads,
+                head_dim=group.spec.width,
+                num_planes=group.spec.planes,
+                window=group.spec.window,
+                block_size=group.block_size,
+                dtype=group.spec.dtype,
+            )
+            for group in kv_groups
+        ]
+        return tuple(TorchKVIO(kv_cache, layout, nth) for nth, layout in enumerate(layouts))
 
     def _measured(
         self, generator: Generator, memory: MemoryProfile, max_seq_len: int

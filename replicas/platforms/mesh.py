@@ -18,13 +18,14 @@ from replicas.platforms.platform import LoadedModel, Platform
 from replicas.tt.trace_regions import trace_region_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kv_transfer.connector import KVDeviceIO
     from replicas.config import EngineConfig, MeshConfig
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.protocol import DescribesKVCache, KVCache, ModelCapabilities
     from replicas.generators.ttnn.mesh import TTMesh
+    from replicas.kv_groups import KVGroup
 
 
 class MeshPlatform(Platform):
@@ -91,7 +92,7 @@ class MeshPlatform(Platform):
         self._check(generator.model_capabilities)
         return LoadedModel(generator, config, budget)
 
-    def kv_io(self, kv_cache: KVCache) -> KVDeviceIO:
+    def kv_ios(self, kv_cache: KVCache, kv_groups: Sequence[KVGroup]) -> tuple[KVDeviceIO, ...]:
         """Return access by programs on the mesh."""
         from replicas.generators.ttnn.kv_io import TTKVIO
 
@@ -101,10 +102,10 @@ class MeshPlatform(Platform):
             dtype, rope = described.kv_dtype, described.kv_rope
         io = TTKVIO(kv_cache, self.kv_layout(dtype, rope))
         self._compile = io.warm_up
-        return io
+        return (io,)
 
     def compile_kv_io(self) -> None:
-        """Compile the programs of `kv_io`, if it was called."""
+        """Compile the programs of `kv_ios`, if it was called."""
         self._compile()
 
     def close(self) -> None:

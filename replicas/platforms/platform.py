@@ -86,8 +86,8 @@ class Platform(ABC):
         """
 
     @abstractmethod
-    def kv_io(self, kv_cache: KVCache) -> KVDeviceIO:
-        """Return access to the KV cache of the loaded model, for a connector."""
+    def kv_ios(self, kv_cache: KVCache, kv_groups: Sequence[KVGroup]) -> tuple[KVDeviceIO, ...]:
+        """Return access to each KV group in the cache of the loaded model, for a connector."""
 
     def compile_kv_io(self) -> None:  # noqa: B027 - most platforms have nothing to compile
         """Compile KV transfers, which must happen before traces are captured."""

@@ -13,11 +13,14 @@ from replicas.kv_sizing import resolve_dtype
 from replicas.platforms.platform import DTYPES, LoadedModel, Platform
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kv_transfer.connector import KVDeviceIO
     from replicas.config import EngineConfig, SimulatedMeshConfig
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.protocol import KVCache
     from replicas.generators.simulated.device import DeviceTimeline
+    from replicas.kv_groups import KVGroup
 
 _GENERATOR = "replicas.generators.simulated.generator:SimulatedGenerator"
 
@@ -61,7 +64,7 @@ class SimulatedPlatform(Platform):
         max_seq_len = self.config.max_model_len or self.model.max_position_embeddings
         return LoadedModel(self.initialize(self.device, max_seq_len), self.config)
 
-    def kv_io(self, kv_cache: KVCache) -> KVDeviceIO:
+    def kv_ios(self, kv_cache: KVCache, kv_groups: Sequence[KVGroup]) -> tuple[KVDeviceIO, ...]:
         """Return access that takes the modelled time."""
         layout = simulated_kv_layout(self.config.block_size, model_fingerprint(self.config))
-        return SimulatedKVIO(kv_cache, layout, self.device.timing, self.device.clock)
+        return (SimulatedKVIO(kv_cache, layout, self.device.timing, self.device.clock),)

@@ -1,6 +1,5 @@
 """Two engines without models: numpy KV memory, a step loop, and a network inside one process."""
 
-import functools
 import itertools
 import threading
 import time
@@ -478,7 +477,11 @@ def make_loopback_engine(
     )
     told = make_settings(name, config=config or chunks, **{"unix_now_s": network.clock, **settings})
     notified = threading.Event()
-    worker = P2PConnectorWorker(told, notified.set, functools.partial(LoopbackTransport, network))
+    worker = P2PConnectorWorker(
+        told,
+        notified.set,
+        lambda made, _memory, notify: LoopbackTransport(network, made, io, notify),
+    )
     worker.register_kv_caches([io])
     scheduler = P2PConnectorScheduler(told, io.layout)
     return FakeEngine(name, io, scheduler, worker, notified, network.clock)

@@ -1,12 +1,21 @@
 """Layouts: sizes, refusals, and hashes that differ when anything does."""
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.errors import InvalidLayoutError
-from kv_transfer.layout import DTYPE_BYTES, KVLayout
+from kv_transfer.layout import (
+    DTYPE_BYTES,
+    GroupedLayout,
+    KVLayout,
+    RowLayout,
+    group_rows,
+    join_layouts,
+)
 
 layouts = st.builds(
     KVLayout,
@@ -109,3 +118,47 @@ def test_blocks_are_as_few_as_hold_the_tokens(layout: KVLayout, num_tokens: int)
 def test_nonsense_is_refused_by_name(changes: dict[str, object], words: str) -> None:
     with pytest.raises(InvalidLayoutError, match=words):
         make(**changes)
+
+
+several = st.lists(layouts, min_size=1, max_size=3).map(join_layouts)
+
+
+@given(several, st.integers(1, 600), st.data())
+def test_each_group_gets_every_row_that_it_needs_once_however_rows_are_cut(
+    layout: RowLayout, num_tokens: int, data: st.DataObject
+) -> None:
+    first, end = layout.first_row(num_tokens), layout.num_rows(num_tokens)
+    cuts = data.draw(st.sets(st.integers(first, end)))
+    bounds = sorted({first, end} | cuts)
+    chunks = [
+        (layout.num_bytes(num_tokens, start, stop - start),
+         group_rows(layout, num_tokens, start, stop - start))
+        for start, stop in pairwise(bounds)
+    ]  # fmt: skip
+    for nth, group in enumerate(layout.groups):
+        rows = [row for _, ranges in chunks for row in ranges[nth]]
+        assert rows == list(range(group.first_row(num_tokens), end))
+    for num_bytes, ranges in chunks:
+        sizes = [len(x) * g.row_bytes for x, g in zip(ranges, layout.groups, strict=True)]
+        assert num_bytes == sum(sizes)
+        assert num_bytes <= max(map(len, ranges)) * layout.row_bytes
+
+
+def test_the_hash_of_groups_changes_with_what_a_row_has() -> None:
+    full, windowed = make(), make(num_layers=3, window=64)
+    same = [make(block_size=32), make(num_layers=3, window=64, block_size=96)]
+    others = [
+        [windowed, full],
+        [full, make(num_layers=3, window=65)],
+        [full, make(num_layers=4, window=64)],
+        [full],
+    ]
+    own = join_layouts([full, windowed]).content_hash()
+    assert join_layouts(same).content_hash() == own
+    assert own not in {join_layouts(other).content_hash() for other in others}
+    assert join_layouts([full]).content_hash() == full.content_hash()
+
+
+def test_another_dtype_is_that_of_every_group() -> None:
+    layout = GroupedLayout((make(), make(window=64))).with_dtype("float32")
+    assert [group.dtype for group in layout.groups] == ["float32", "float32"]

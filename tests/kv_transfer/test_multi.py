@@ -94,6 +94,7 @@ class World(StoreWorld):
             num_blocks=2048 // block_size,
         )
         engine.io.moves_whole_blocks = False
+        self.transports[-1].io = engine.io
         return engine
 
     def advance(self, seconds: float) -> None:
@@ -405,7 +406,7 @@ def test_it_is_there_by_name() -> None:
     worker.close(1.0)
 
 
-@pytest.mark.parametrize("name", ["p2p", "pooled", "multi"])
+@pytest.mark.parametrize("name", ["pooled", "multi"])
 def test_an_engine_with_several_kv_groups_is_refused(name: str) -> None:
     world = World()
     made = make_settings("E", store=world.store)

@@ -37,7 +37,7 @@ def long_pair(path: str = "inline", config: TransferConfig = CONFIG, **settings)
 def held_rows(pair: Pair) -> int:
     """Return the rows whose payload is between the two caches."""
     events = pair.node(pair.consumer).events
-    return sum(len(event.payload) for event in events if isinstance(event, Arrived))
+    return sum(event.num_rows for event in events if isinstance(event, Arrived))
 
 
 def test_credits_bound_what_a_slow_consumer_is_sent() -> None:

@@ -17,7 +17,7 @@ from tests.kv_transfer.virtual_wire import Net, Wire
 
 
 def load(ticket, start_row=0):
-    return StartLoad(ticket, KEYS.seal(ticket), start_row, LAYOUT.row_bytes)
+    return StartLoad(ticket, KEYS.seal(ticket), start_row, LAYOUT)
 
 
 def transport(net, name="T", **changes):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cluster.lab.simulation.network import Network
-    from kv_transfer.connector import ConnectorSettings, KVDeviceIO
+    from kv_transfer.connector import ConnectorSettings, KVMemory
     from kv_transfer.messages import ToConsumer, ToProducer
     from replicas.config import EngineConfig, Role
     from replicas.engine_process.server import Frames
@@ -236,9 +236,9 @@ class VirtualHost:
     # --- KV ------------------------------------------------------------------------------------
 
     def _make_transport(
-        self, settings: ConnectorSettings, io: KVDeviceIO, notify: Callable[[], None]
+        self, settings: ConnectorSettings, memory: KVMemory, notify: Callable[[], None]
     ) -> VirtualTransport:
-        self.transport = VirtualTransport(settings, io, notify, self)
+        self.transport = VirtualTransport(settings, memory, notify, self)
         return self.transport
 
     def now_s(self) -> float:

@@ -6,6 +6,7 @@ block may be read but not written.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from kv_transfer.errors import InvalidLayoutError
@@ -30,20 +31,23 @@ class TorchKVIO:
     Owner: nothing; it writes the cache that it was given, on the engine's core thread only.
     """
 
-    def __init__(self, kv_cache: TorchKVCache, layout: KVLayout) -> None:
+    def __init__(self, kv_cache: TorchKVCache, layout: KVLayout, group: int = 0) -> None:
         """View the cache's memory as bytes.
 
         Args:
-            kv_cache: The cache, of one KV group.
-            layout: The layout that peers know; must describe this cache.
+            kv_cache: The cache. Other processes map it only if it has one KV group.
+            layout: The layout that peers know; must describe the group's part of this cache.
+            group: Which of the cache's KV groups.
 
         Raises:
             InvalidLayoutError: The layout is not the cache's; gives both.
         """
-        [num_blocks], k = kv_cache.num_blocks, kv_cache[0][0][0]
+        first_planes = [0, *accumulate(len(planes) for planes in kv_cache.planes)]
+        layers = [layer for layer, of in enumerate(kv_cache.group_of) if of == group]
+        num_blocks, [k, *others] = kv_cache.num_blocks[group], kv_cache[0][layers[0]]
         _, num_kv_heads, block_size, head_dim = k.shape
         dtype = str(k.dtype).removeprefix("torch.")
-        found = (len(kv_cache[0]), len(kv_cache[0][0]), num_kv_heads, head_dim, block_size, dtype)
+        found = (len(layers), 1 + len(others), num_kv_heads, head_dim, block_size, dtype)
         told = (
             layout.num_layers,
             layout.num_planes,
@@ -57,17 +61,25 @@ class TorchKVIO:
                 f"layout {told} of a KV cache of {found} (layers, planes, KV heads, head size, "
                 "block size, dtype)"
             )
+        offsets_of_lanes = tuple(
+            tuple(
+                offset
+                for layer in layers
+                for offset in offsets[first_planes[layer] : first_planes[layer + 1]]
+            )
+            for offsets in kv_cache.offsets
+        )
         self._layout = layout
         self._host_blocks = tuple(
             HostBlocks.within(layout, kv_cache.memory, offsets, num_blocks)
-            for offsets in kv_cache.offsets
+            for offsets in offsets_of_lanes
         )
-        self._shared_region = kv_cache.shared_region
+        self._shared_region = kv_cache.shared_region if len(kv_cache.num_blocks) == 1 else None
         self._region_layout = RegionLayout(
             block_size=block_size,
             num_blocks=num_blocks,
             content_hash=layout.content_hash(),
-            offsets=kv_cache.offsets,
+            offsets=offsets_of_lanes,
         )
 
     @property

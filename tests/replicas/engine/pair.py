@@ -7,6 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from kv_transfer.layout import join_layouts
 from kv_transfer.ticket import Ticket
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
@@ -39,7 +40,6 @@ DEADLINE_S = 20.0
 def seal_ticket(core: EngineCore, request_id: str, num_tokens: int, epoch: int = 0) -> bytes:
     """Permit the core named `decode` to fetch so many tokens' KV from this one, `prefill`."""
     assert core.kv_endpoints is not None
-    [layout] = core.kv_layouts
     ticket = Ticket(
         transfer_id=hashlib.md5(f"{request_id} {epoch}".encode()).digest(),
         request_id=request_id,
@@ -48,7 +48,7 @@ def seal_ticket(core: EngineCore, request_id: str, num_tokens: int, epoch: int =
         producer_incarnation="prefill",
         consumer="decode",
         num_tokens=num_tokens,
-        layout_hash=layout.content_hash(),
+        layout_hash=join_layouts(core.kv_layouts).content_hash(),
         expires_ms=FOREVER_MS,
     )
     return KEYS.seal(ticket)

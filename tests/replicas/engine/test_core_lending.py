@@ -71,9 +71,9 @@ class HandOver(Pair):
 
     def stream_ticket(self, request_id):
         core = self.lender.core
-        [layout] = core.kv_layouts
+        block_size = core.config.block_size
         num_known = self.heir.core._scheduler.table.get(request_id).num_tokens
-        num_full = (num_known - 1) // layout.block_size * layout.block_size
+        num_full = (num_known - 1) // block_size * block_size
         return seal_ticket(core, request_id, num_full, epoch=1)
 
     def until_loaded(self, request_id):

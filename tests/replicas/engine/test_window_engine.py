@@ -114,12 +114,19 @@ def test_drafts_are_verified_over_the_blocks_of_a_window(folder):
         # A class of another package is given one table for all tokens.
         ("mistral-window", {"generator": "module:Class"}, None),
         ("gemma2", {}, (None, WINDOW)),
-        ("gemma2", {"kv_connector": "p2p", "role": "both", "block_size": 32}, None),
+        ("gemma2", {"kv_connector": "p2p", "role": "both", "block_size": 32}, (None, WINDOW)),
+        # The engine of the other pool may serve longer sequences.
+        (
+            "gemma2",
+            {"kv_connector": "p2p", "role": "both", "block_size": 32, "max_model_len": WINDOW},
+            (None, WINDOW),
+        ),
+        ("gemma2", {"kv_connector": "multi", "role": "both", "block_size": 32}, None),
         ("llama-gqa", {}, None),
     ],
     ids=[
         "all layers", "too long", "connector", "other connector", "class", "some layers",
-        "their connector", "none",
+        "their connector", "their connector, too long", "their pool", "none",
     ],
 )  # fmt: skip
 def test_which_models_keep_the_blocks_of_a_window(case, changes, window):
