@@ -474,6 +474,58 @@ static void call_logprobs(const kernel_set *kernels) {
   require(kernels_check_logprobs(&call) != KERNEL_OK, "a wrong size is seen");
 }
 
+static void call_delta(const kernel_set *kernels) {
+  const int64_t singles = 1 + draw(4), blocks = 2 * singles, tokens = singles + draw(3);
+  delta_call call = {
+      .dtype = draw(2) ? KERNEL_FLOAT32 : KERNEL_FLOAT64,
+      .num_tokens = tokens,
+      .num_blocks = blocks,
+      .key_heads = 1 + draw(3),
+      .share = 1 + draw(3),
+      .key_dim = 1 + draw(40),
+      .value_dim = 1 + draw(40),
+      .kernel = 1 + draw(4),
+      .num_singles = singles,
+  };
+  const int64_t heads = call.key_heads * call.share;
+  const int64_t channels = 2 * call.key_heads * call.key_dim + heads * call.value_dim;
+  call.tasks.count = singles * call.key_heads;
+  call.state_size = heads * call.key_dim * call.value_dim + (call.kernel - 1) * channels;
+  call.mixed_stride = channels + draw(3);
+  call.mixed = numbers(call.dtype, (tokens - 1) * call.mixed_stride + channels);
+  call.rates = numbers(call.dtype, tokens * heads);
+  call.decays = numbers(call.dtype, tokens * heads);
+  call.out = numbers(call.dtype, tokens * heads * call.value_dim);
+  call.states = numbers(call.dtype, blocks * call.state_size);
+  call.convolution = numbers(call.dtype, call.kernel * channels);
+  call.scratch = numbers(call.dtype, call.tasks.count * 2 * (call.key_dim + call.value_dim));
+  int64_t *taken = indices(singles, 1), *read = indices(singles, 1), *written = indices(singles, 1);
+  uint8_t *is_first = array(singles);
+  for (int64_t i = 0; i < singles; i++) {
+    taken[i] = i;
+    written[i] = 2 * i;
+    read[i] = 2 * i + draw(2);
+    is_first[i] = (uint8_t)draw(2);
+  }
+  call.tokens = taken;
+  call.read = read;
+  call.written = written;
+  call.is_first = is_first;
+  require(kernels_check_delta(&call) == KERNEL_OK, "a right call of the delta rule is taken");
+  kernels->delta(&call);
+  static const int64_t wrong[] = {-1, INT64_MIN, INT64_MAX, (int64_t)1 << 41};
+  const int64_t bad = pick(wrong, 4);
+  delta_call other = call;
+  int64_t *fields[] = {&other.key_heads,  &other.share,      &other.key_dim,    &other.value_dim,
+                       &other.kernel,     &other.num_blocks, &other.num_tokens, &other.num_singles,
+                       &other.state_size, &other.dtype,      &other.tasks.count};
+  *fields[draw(11)] = bad;
+  require(kernels_check_delta(&other) != KERNEL_OK, "a wrong size is seen");
+  int64_t *all[] = {taken, read, written};
+  all[draw(3)][draw(singles)] = bad;
+  require(kernels_check_delta(&call) == KERNEL_BAD_INDEX, "a wrong index is seen");
+}
+
 int main(int count, char **arguments) {
   if (count < 3) return 2;
   const int only_layers = count > 3;
@@ -493,6 +545,8 @@ int main(int count, char **arguments) {
         call_rope(kernels);
         free_arrays();
         call_product(kernels, has_tiles);
+        free_arrays();
+        call_delta(kernels);
         free_arrays();
         call_logprobs(kernels);
         free_arrays();

@@ -37,12 +37,12 @@ with what is computed beside it. Kernels fuse explicitly."""
 _PER_LIBRARY = ("check.c", "layout.c", "processor.c", "wait.c")
 """Sources that are compiled once."""
 _PER_SET = (
-    "attention.c", "layers.c", "norm_rope.c", "products.c", "sampling.c", "variant.c",
+    "attention.c", "delta.c", "layers.c", "norm_rope.c", "products.c", "sampling.c", "variant.c",
 )  # fmt: skip
 """Sources that are compiled for each instruction set."""
 _INCLUDED = (
-    "attention.inc", "attention_pairs.inc", "attention_plain.inc", "internal.h", "item.h",
-    "item_end.h", "kernels.h", "norm_rope.inc", "simd.h",
+    "attention.inc", "attention_pairs.inc", "attention_plain.inc", "delta.inc", "internal.h",
+    "item.h", "item_end.h", "kernels.h", "norm_rope.inc", "simd.h",
 )  # fmt: skip
 FILES = tuple(sorted((*_PER_LIBRARY, *_PER_SET, *_INCLUDED)))
 """All of `csrc/`. A file that something else left there does not count."""

@@ -5,9 +5,9 @@ rate b and decay g (at most 0) changes it and reads it:
 
     S <- exp(g) S,    S <- S + k (b (v - k^T S))^T,    o = q^T S
 
-Tokens that are alone in their request's pass take this form, all requests at once. Prompts take the
-chunked one: within a chunk, what all tokens add to the state is the solution of one triangular
-system, so that only chunks follow one another.
+Tokens that are alone in their request's pass take this form, all requests at once; `csrc/delta.c`
+has it, too. Prompts take the chunked one: within a chunk, what all tokens add to the state is the
+solution of one triangular system, so that only chunks follow one another.
 
 Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (arXiv:2412.06464), section 3.3.
 
@@ -22,6 +22,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
+
+from replicas.generators.torch.plain import PlainKernels
+from replicas.generators.torch.states import DeltaTokens
 
 if TYPE_CHECKING:
     from replicas.generators.layer_specs import DeltaConfig, DeltaSpec
@@ -43,7 +46,7 @@ class DeltaRule:
         spec: What is computed.
         parts: N -> C + V * E + 2 * V: queries, keys and values of all heads, output gates, rates,
             decays.
-        convolution: (C, kernel), in the dtype of states.
+        convolution: (kernel, C), in the dtype of states.
         decay: (V,), likewise: factor of the decays, below 0.
         decay_bias: (V,), likewise.
         norm: Of each head's output.
@@ -75,7 +78,11 @@ class DeltaRule:
         decays = self.decay * functional.softplus(decays.to(plane.dtype) + self.decay_bias)
         out = mixed.new_empty(len(x), heads, sizes.value_dim)
         if len(places.singles):
-            out[places.singles] = self._singles(states, places, mixed, rates, decays)
+            if isinstance(run.kernels, PlainKernels):
+                out[places.singles] = self._singles(states, places, mixed, rates, decays)
+            else:
+                tokens = DeltaTokens(mixed, rates, decays, self.convolution, out)
+                run.kernels.step_delta(sizes, places, plane, tokens)
         for each in places.runs:
             some = slice(each.begin, each.end)
             out[some] = self._run(states, each, mixed[some], rates[some], decays[some])
@@ -101,7 +108,7 @@ class DeltaRule:
         tail[places.is_first] = 0.0
         seen = torch.cat((tail, mixed[tokens, None]), dim=1)
         states.tail[places.written] = seen[:, 1:]
-        q, k, v = self._heads(functional.silu((seen * self.convolution.T).sum(1)))
+        q, k, v = self._heads(functional.silu((seen * self.convolution).sum(1)))
         state *= decays[tokens, :, None, None].exp()
         missing = (v - (k[..., None, :] @ state)[..., 0, :]) * rates[tokens, :, None]
         state += k[..., None] * missing[..., None, :]
@@ -126,7 +133,7 @@ class DeltaRule:
         seen = torch.cat((tail, mixed))
         states.tail[run.written] = seen[length:]
         convolved = torch.zeros_like(mixed)
-        for first, weight in enumerate(self.convolution.T):
+        for first, weight in enumerate(self.convolution):
             convolved += seen[first : first + length] * weight
         q, k, v = (part.transpose(0, 1) for part in self._heads(functional.silu(convolved)))
         out, state = chunked_delta_rule(q, k, v, rates.T, decays.T, state)

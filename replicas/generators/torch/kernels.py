@@ -20,6 +20,7 @@ from replicas.generators.torch import native
 from replicas.generators.torch.native import (
     NO_FEATURES,
     AttentionCall,
+    DeltaCall,
     Feature,
     NormCall,
     RopeCall,
@@ -31,8 +32,10 @@ from replicas.generators.torch.native import (
 )
 
 if TYPE_CHECKING:
+    from replicas.generators.layer_specs import DeltaConfig
     from replicas.generators.torch.inputs import Int64Array
     from replicas.generators.torch.plain import TokenPlaces
+    from replicas.generators.torch.states import DeltaTokens, StatePlaces
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,6 +211,65 @@ class Kernels:
         call = self._attention_call(q, tiles, planes, out, scoring)
         require(self._set.library.check_attention(ctypes.byref(call)), "attention")
         self._set.attention(call)
+
+    def step_delta(
+        self,
+        sizes: DeltaConfig,
+        places: StatePlaces,
+        states: torch.Tensor,
+        tokens: DeltaTokens,
+    ) -> None:
+        """Compute the tokens of a recurrent layer that are alone in their request's pass.
+
+        Args:
+            sizes: Of heads and states.
+            places: Which tokens, and where their states are.
+            states: (blocks, ...), each `sizes.state` numbers; float32 or float64. Overwritten.
+            tokens: Of the pass, in the states' dtype; the results of those in `places` are written.
+
+        Raises:
+            ValueError: Shapes or dtypes contradict each other, or an index is outside its array.
+        """
+        mixed, rates, decays = tokens.mixed, tokens.rates, tokens.decays
+        convolution, out = tokens.convolution, tokens.out
+        dtype, num_tokens, heads = states.dtype, len(mixed), sizes.value_heads
+        found = mixed.shape, rates.shape, decays.shape, convolution.shape, out.shape
+        by_head = (num_tokens, heads)
+        if found != (
+            (num_tokens, sizes.channels), by_head, by_head, (sizes.kernel, sizes.channels),
+            (*by_head, sizes.value_dim),
+        ):  # fmt: skip
+            raise ValueError(f"shapes {[*map(tuple, found)]} for {sizes}")
+        num_singles = len(places.singles)
+        num_tasks = num_singles * sizes.key_heads
+        scratch = mixed.new_empty(num_tasks, 2 * (sizes.key_dim + sizes.value_dim), dtype=dtype)
+        call = DeltaCall(
+            tasks=Tasks(0, num_tasks),
+            dtype=native.DTYPES[dtype],
+            mixed=rows_address(mixed, dtype),
+            mixed_stride=mixed.stride(0),
+            num_tokens=num_tokens,
+            rates=address(rates, dtype),
+            decays=address(decays, dtype),
+            out=address(out, dtype),
+            states=address(states, dtype),
+            state_size=states[0].numel(),
+            num_blocks=len(states),
+            convolution=address(convolution, dtype),
+            key_heads=sizes.key_heads,
+            share=heads // sizes.key_heads,
+            key_dim=sizes.key_dim,
+            value_dim=sizes.value_dim,
+            kernel=sizes.kernel,
+            num_singles=num_singles,
+            tokens=address(places.singles, torch.int64),
+            read=address(places.read, torch.int64),
+            written=address(places.written, torch.int64),
+            is_first=address(places.is_first, torch.bool),
+            scratch=scratch.data_ptr(),
+        )
+        require(self._set.library.check_delta(ctypes.byref(call)), "a recurrent layer")
+        self._set.delta(call)
 
     def _attention_call(
         self,

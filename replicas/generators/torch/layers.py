@@ -418,7 +418,7 @@ class LayerMaker:
         return DeltaRule(
             spec,
             self._linear_of((spec.qkvz, spec.ba), torch.cat(order)),
-            convolution[:, 0],
+            convolution[:, 0].T.contiguous(),
             -decay.exp(),
             bias,
             self.norm(spec.norm),

@@ -293,6 +293,36 @@ class LogprobsCall(Structure):
     ]
 
 
+class DeltaCall(Structure):
+    """A token of each of some sequences in a recurrent layer."""
+
+    _fields_ = [
+        ("tasks", Tasks),
+        ("dtype", c_int64),
+        ("mixed", c_void_p),
+        ("mixed_stride", c_int64),
+        ("num_tokens", c_int64),
+        ("rates", c_void_p),
+        ("decays", c_void_p),
+        ("out", c_void_p),
+        ("states", c_void_p),
+        ("state_size", c_int64),
+        ("num_blocks", c_int64),
+        ("convolution", c_void_p),
+        ("key_heads", c_int64),
+        ("share", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+        ("kernel", c_int64),
+        ("num_singles", c_int64),
+        ("tokens", c_void_p),
+        ("read", c_void_p),
+        ("written", c_void_p),
+        ("is_first", c_void_p),
+        ("scratch", c_void_p),
+    ]
+
+
 class _KernelSet(Structure):
     _fields_ = [
         ("name", c_char_p),
@@ -304,6 +334,7 @@ class _KernelSet(Structure):
         ("token_layers", c_void_p),
         ("weight_layers", c_void_p),
         ("logprobs", c_void_p),
+        ("delta", c_void_p),
     ]
 
 
@@ -328,6 +359,7 @@ _MIRRORS: dict[str, type[Structure]] = {
     "token_layers_call": TokenLayersCall,
     "weight_layers_call": WeightLayersCall,
     "logprobs_call": LogprobsCall,
+    "delta_call": DeltaCall,
     "kernel_set": _KernelSet,
 }
 
@@ -361,7 +393,7 @@ _HOW = "run `python -m replicas.generators.torch.build_kernels`, which needs a C
 
 _CHECKS = (
     "attention", "norm", "rope", "product", "token_layers", "weight_layers",
-    "logprobs",
+    "logprobs", "delta",
 )  # fmt: skip
 
 
@@ -378,6 +410,8 @@ class Library:
         check_product: Of a `ProductCall`.
         check_token_layers: Of a `TokenLayersCall`.
         check_weight_layers: Of a `WeightLayersCall`.
+        check_logprobs: Of a `LogprobsCall`.
+        check_delta: Of a `DeltaCall`.
 
     Raises:
         NativeError: It is missing or damaged, or was built from other sources.
@@ -411,6 +445,7 @@ class Library:
             self.check_token_layers,
             self.check_weight_layers,
             self.check_logprobs,
+            self.check_delta,
         ) = checks
 
     @property
@@ -433,6 +468,7 @@ class Library:
             Worker(found.token_layers),
             Worker(found.weight_layers),
             Worker(found.logprobs),
+            Worker(found.delta),
         )
 
 
@@ -532,6 +568,7 @@ class KernelSet:
         token_layers: Of a `TokenLayersCall`.
         weight_layers: Of a `WeightLayersCall`.
         logprobs: Of a `LogprobsCall`.
+        delta: Of a `DeltaCall`.
     """
 
     library: Library
@@ -545,6 +582,7 @@ class KernelSet:
     token_layers: Worker
     weight_layers: Worker
     logprobs: Worker
+    delta: Worker
 
 
 def require(status: int, what: str) -> None:

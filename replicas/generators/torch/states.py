@@ -83,3 +83,24 @@ def state_places(batch: PagedBatch, table: Int64Array, block_size: int) -> State
         torch.from_numpy(starts[alone] == 0),
         runs,
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaTokens:
+    """What a recurrent layer computes of the tokens of a pass.
+
+    Dimensions: T tokens, C channels, V value heads, E of a value.
+
+    Attributes:
+        mixed: (T, C), before the convolution.
+        rates: (T, V).
+        decays: (T, V), before the exponential.
+        convolution: (kernel, C).
+        out: (T, V, E), written.
+    """
+
+    mixed: torch.Tensor
+    rates: torch.Tensor
+    decays: torch.Tensor
+    convolution: torch.Tensor
+    out: torch.Tensor

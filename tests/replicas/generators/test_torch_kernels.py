@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,13 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from replicas.generators.torch import native
+from replicas.generators.layer_specs import DeltaConfig
+from replicas.generators.torch import delta, native
 from replicas.generators.torch.attention import BatchedAttention
 from replicas.generators.torch.backends import make_attention
+from replicas.generators.torch.delta import DeltaRule
 from replicas.generators.torch.fast_attention import FastAttention
 from replicas.generators.torch.kernels import PLAIN_SCORING, Scoring, Tiles, kernels_for
 from replicas.generators.torch.native import ATTENTION_TILE, NO_FEATURES, Feature
 from replicas.generators.torch.plain import PlainKernels, TokenPlaces
+from replicas.generators.torch.states import DeltaTokens, StatePlaces
 from replicas.generators.torch.team import in_team
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2.0**-7}
@@ -358,6 +362,45 @@ def test_a_wrong_shape_or_index_is_an_error(name):
         kernels_for(torch.float32).attend(
             given["q"], tiles, (given["keys"], given["values"]), given["out"], given["scoring"]
         )
+
+
+@given(
+    st.sampled_from([torch.float32, torch.float64]), masks,
+    st.sampled_from([(1, 1, 3, 5), (2, 2, 12, 20), (2, 3, 32, 16), (1, 4, 33, 65)]),
+    st.sampled_from([2, 4]), st.integers(1, 6), seeds,
+)  # fmt: skip
+def test_tokens_of_a_delta_rule_are_those_of_plain_operations(
+    dtype, mask, heads, kernel, num, seed
+):
+    key_heads, share, key_dim, value_dim = heads
+    sizes = DeltaConfig(key_heads, key_heads * share, key_dim, value_dim, kernel)
+    make, dice = draw(seed), np.random.default_rng(seed)
+    # Of each pair of blocks one is written, and either read: a checkpoint's, or the written one.
+    written = 2 * torch.from_numpy(dice.permutation(num))
+    is_first = torch.from_numpy(dice.random(num) < 0.3)
+    read = written + torch.from_numpy(dice.integers(0, 2, num))
+    singles = torch.from_numpy(dice.permutation(num + 2)[:num])
+    places = StatePlaces(singles, read, written, is_first, [])
+    states = make(2 * num, 1, 1, sizes.state, dtype=dtype)
+    states[read[is_first]] = torch.nan
+    mixed = make(num + 2, sizes.channels + 3, dtype=dtype)[:, : sizes.channels]
+    by_head = num + 2, sizes.value_heads
+    rates, decays = make(*by_head, dtype=dtype).sigmoid(), -make(*by_head, dtype=dtype).exp()
+    convolution = make(kernel, sizes.channels, dtype=dtype)
+    spec = SimpleNamespace(sizes=sizes)
+    rule = DeltaRule(spec, None, convolution, None, None, None, None)
+    found, wide = states.clone(), states.double()
+    wanted = replace(rule, convolution=convolution.double())._singles(
+        delta._States(wide, sizes), places, mixed.double(), rates.double(), decays.double()
+    )
+    out = torch.full((*by_head, value_dim), 7.0, dtype=dtype)
+    tokens = DeltaTokens(mixed, rates, decays, convolution, out)
+    kernels_for(dtype, mask).step_delta(sizes, places, found, tokens)
+    near = {torch.float32: 1e-4, torch.float64: 1e-11}[dtype]
+    torch.testing.assert_close(out[singles].double(), wanted, atol=near, rtol=near)
+    torch.testing.assert_close(found.double(), wide, atol=near, rtol=near, equal_nan=True)
+    others = [i for i in range(num + 2) if i not in singles]
+    assert (out[others] == 7.0).all()
 
 
 def test_positions_outside_of_their_arrays_are_an_error():

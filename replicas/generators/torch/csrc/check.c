@@ -240,3 +240,30 @@ int64_t kernels_check_logprobs(const logprobs_call *call) {
   }
   return KERNEL_OK;
 }
+
+int64_t kernels_check_delta(const delta_call *call) {
+  const int64_t sizes[] = {call->key_heads, call->share, call->key_dim, call->value_dim,
+                           call->kernel, call->num_blocks, call->num_tokens};
+  if (call->dtype != KERNEL_FLOAT32 && call->dtype != KERNEL_FLOAT64) return KERNEL_UNSUPPORTED;
+  if (call->num_singles == 0) return KERNEL_OK;
+  if (!are_sizes(sizes, 7) || call->num_singles < 0 || call->num_singles > MOST)
+    return KERNEL_BAD_SIZE;
+  // The products below stay within int64_t.
+  for (int i = 0; i < 5; i++)
+    if (sizes[i] > 1 << 12) return KERNEL_BAD_SIZE;
+  const int64_t heads = call->key_heads * call->share;
+  const int64_t channels = 2 * call->key_heads * call->key_dim + heads * call->value_dim;
+  const int64_t state = heads * call->key_dim * call->value_dim + (call->kernel - 1) * channels;
+  if (call->tasks.count != call->num_singles * call->key_heads || call->state_size != state ||
+      state > (int64_t)1 << 36 || call->mixed_stride < channels || call->mixed_stride > MOST)
+    return KERNEL_BAD_SIZE;
+  if (!call->mixed || !call->rates || !call->decays || !call->out || !call->states ||
+      !call->convolution || !call->tokens || !call->read || !call->written || !call->is_first ||
+      !call->scratch)
+    return KERNEL_NULL;
+  if (!are_within(call->tokens, call->num_singles, 0, call->num_tokens) ||
+      !are_within(call->read, call->num_singles, 0, call->num_blocks) ||
+      !are_within(call->written, call->num_singles, 0, call->num_blocks))
+    return KERNEL_BAD_INDEX;
+  return KERNEL_OK;
+}

@@ -23,7 +23,7 @@ void publish_one(int64_t *progress, int64_t last);
 #ifdef KERNEL_VARIANT
 kernel_function VARIANT(attention), VARIANT(norm), VARIANT(rope), VARIANT(product);
 kernel_function VARIANT(token_layers), VARIANT(weight_layers);
-kernel_function VARIANT(logprobs);
+kernel_function VARIANT(logprobs), VARIANT(delta);
 
 // The parts that a pass over whole layers calls for its own tasks.
 void VARIANT(attend_tile)(const attention_call *call, int64_t tile, int64_t kv_head);

@@ -247,6 +247,35 @@ typedef struct logprobs_call {
   double *log_sums;          // (rows,), logarithm of the sum of the powers of e of the logits
 } logprobs_call;
 
+// A token of each of some sequences in a recurrent layer: a convolution over the tokens before it, a
+// swish, and a gated delta rule; see delta.py. A task is a token and a key head with its value heads.
+typedef struct delta_call {
+  kernel_tasks tasks;
+  int64_t dtype;        // of all numbers: float32 or float64
+  const void *mixed;    // (tokens, channels): all queries, keys, values
+  int64_t mixed_stride; // numbers between tokens
+  int64_t num_tokens;
+  const void *rates;    // (tokens, value heads)
+  const void *decays;   // (tokens, value heads), at most 0
+  void *out;            // (tokens, value heads, value dim)
+  void *states;         // (blocks, state size): (value heads, key dim, value dim), then the tail,
+                        // (kernel - 1, channels)
+  int64_t state_size;
+  int64_t num_blocks;
+  const void *convolution;  // (kernel, channels)
+  int64_t key_heads;
+  int64_t share;        // value heads of a key head
+  int64_t key_dim;
+  int64_t value_dim;
+  int64_t kernel;       // tokens that the convolution sees
+  int64_t num_singles;
+  const int64_t *tokens;    // (singles,)
+  const int64_t *read;      // (singles,), block of the state before each
+  const int64_t *written;   // (singles,), of the state after it; nothing else reads or writes it
+  const uint8_t *is_first;  // (singles,), 1: no token is before, what is in `read` counts as zeros
+  void *scratch;        // (tasks, 2 * key dim + 2 * value dim)
+} delta_call;
+
 // A kernel: one thread's part of a call.
 typedef void kernel_function(void *call);
 
@@ -261,6 +290,7 @@ typedef struct kernel_set {
   kernel_function *token_layers;
   kernel_function *weight_layers;
   kernel_function *logprobs;
+  kernel_function *delta;
 } kernel_set;
 
 // A field of a structure, for native.py to compare with its own. The last one has no name.
@@ -288,5 +318,6 @@ KERNEL_EXPORT int64_t kernels_check_product(const product_call *call);
 KERNEL_EXPORT int64_t kernels_check_token_layers(const token_layers_call *call);
 KERNEL_EXPORT int64_t kernels_check_weight_layers(const weight_layers_call *call);
 KERNEL_EXPORT int64_t kernels_check_logprobs(const logprobs_call *call);
+KERNEL_EXPORT int64_t kernels_check_delta(const delta_call *call);
 
 #endif

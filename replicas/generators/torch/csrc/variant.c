@@ -14,4 +14,5 @@ const kernel_set VARIANT(kernel_set) = {
     .token_layers = VARIANT(token_layers),
     .weight_layers = VARIANT(weight_layers),
     .logprobs = VARIANT(logprobs),
+    .delta = VARIANT(delta),
 };
