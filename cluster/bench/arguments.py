@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cluster.bench.errors import BenchError
+from cluster.bench.metrics import TITLES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,6 +42,10 @@ _SHORT = {
     "-pp": "pipeline_parallel_size",
     "-dp": "data_parallel_size",
 }
+
+_WITHOUT_EFFECT = ("disable_detokenize", "trust_remote_code")
+"""Options of vLLM that change nothing: texts are made when they are read, which no benchmark does,
+and code of model folders is not run."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -87,7 +92,7 @@ def serve_parser() -> argparse.ArgumentParser:
         add(f"--{name.replace('_', '-')}", type=int if name == "top_k" else float)
     add("--extra-body", type=_json_object, default={}, metavar="JSON", help="Further fields.")
     add("--request-id-prefix", default="bench-")
-    add("--percentile-metrics", default="ttft,tpot,itl", help="Of ttft, tpot, itl, e2el.")
+    add("--percentile-metrics", default="ttft,tpot,itl", help=f"Of {', '.join(TITLES)}.")
     add("--metric-percentiles", default="99", help="Such as 50,90,99.")
     add("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="Of ttft, tpot, e2el.")
     add("--label", help="First part of the result file's name; by default the backend.")
@@ -135,6 +140,7 @@ def throughput_parser() -> argparse.ArgumentParser:
     add("--tokenizer", help="Model folder whose tokenizer counts tokens; by default the model's.")
     add("--backend", choices=["vllm"], default="vllm", help="Other backends do not exist here.")
     _add_dataset_options(parser, "sharegpt")
+    add("--num-warmups", type=int, default=0, help="Requests before the measurement.")
     add("--n", type=int, default=1, help="Sequences for each prompt.")
     add("--async-engine", action="store_true", help="Use `AsyncLLM` instead of `LLM`.")
     add("--output-json", type=Path, help="File for the figures.")
@@ -178,6 +184,8 @@ def engine_options(arguments: Sequence[str]) -> dict[str, Any]:
     for name in _SHORT.values():
         if options.pop(name, 1) != 1:
             raise BenchError(f"{name} must be 1; mesh and tt_data_parallel decide, see docs")
+    for name in _WITHOUT_EFFECT:
+        options.pop(name, None)
     if options.pop("disable_async_output_proc", False):
         options["steps_in_flight"] = 1
     if "max_num_seqs" in options:

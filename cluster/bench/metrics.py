@@ -22,6 +22,11 @@ TITLES = {
     "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
     "itl": ("ITL", "Inter-token Latency"),
     "e2el": ("E2EL", "End-to-end Latency"),
+    "client_queue_time": ("Client Queue Time", "Client-side Queueing"),
+    "e2el_including_client_queue": (
+        "E2EL incl. Client Queue",
+        "Queue-inclusive End-to-end Latency",
+    ),
 }
 """Abbreviation and heading of each metric, in the order of the table."""
 OBJECTIVES = ("ttft", "tpot", "e2el")
@@ -199,7 +204,10 @@ def _values_s(name: str, good: Sequence[RequestResult]) -> list[float]:
         return [result.tpot_s for result in good if result.output_len > 1]
     if name == "itl":
         return [gap for result in good for gap in result.itls_s]
-    return [result.latency_s for result in good]
+    if name == "client_queue_time":
+        return [result.queue_s for result in good]
+    queue_s = [result.queue_s if name == "e2el_including_client_queue" else 0.0 for result in good]
+    return [result.latency_s + wait_s for result, wait_s in zip(good, queue_s, strict=True)]
 
 
 def _statistics(

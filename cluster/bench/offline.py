@@ -5,6 +5,7 @@ Figures, prints and JSON keys are those of vLLM 0.32 `benchmarks/latency.py` and
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -32,7 +33,6 @@ from replicas.errors import ConfigError, EngineError, InvalidRequestError
 from replicas.vllm_options import engine_options as translated
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
@@ -97,17 +97,22 @@ def bench_throughput(arguments: Sequence[str], say: Say) -> int:
         BenchError: An option or a file cannot be used.
     """
     options, rest = parse_known(throughput_parser(), arguments)
-    at_least(options, {"num_prompts": 1, "n": 1, "seed": 0})
+    at_least(options, {"num_prompts": 1, "num_warmups": 0, "n": 1, "seed": 0})
     if options.dataset_path is None and options.dataset_name == "sharegpt":
         options.dataset_name = "random"
-    random = np.random.default_rng(options.seed)
     tokenizer = load_tokenizer(options.tokenizer or options.model)
-    requests = load_requests(options, tokenizer, random)
+    requests = load_requests(options, tokenizer, np.random.default_rng(options.seed))
+    warm_up: list[SampleRequest] = []
+    if options.num_warmups:
+        # Drawn from another seed, so that the prefix cache is not warmed for the measured ones.
+        given = vars(options) | {"num_prompts": options.num_warmups, "seed": options.seed + 1}
+        others = argparse.Namespace(**given)
+        warm_up = load_requests(others, tokenizer, np.random.default_rng(others.seed))
     engine = engine_options(rest)
     run = _throughput_async if options.async_engine else _throughput
     with _refusals():
         try:
-            elapsed_s, num_prompt, num_output = run(options, engine, requests)
+            elapsed_s, num_prompt, num_output = run(options, engine, requests, warm_up)
         except (ConfigError, InvalidRequestError):
             raise
         except EngineError as error:
@@ -162,11 +167,17 @@ def _iterate(llm: LLM, options: argparse.Namespace, latencies_s: list[float]) ->
 
 
 def _throughput(
-    options: argparse.Namespace, engine: dict[str, Any], requests: Sequence[SampleRequest]
+    options: argparse.Namespace,
+    engine: dict[str, Any],
+    requests: Sequence[SampleRequest],
+    warm_up: Sequence[SampleRequest],
 ) -> tuple[float, int, int]:
     """Return the seconds of all requests, and their prompt and output tokens."""
     sampling = _sampling(options, requests)
     with LLM(model_folder(options.model), **engine) as llm:
+        if warm_up:
+            prompts = [request.prompt for request in warm_up]
+            llm.generate(prompts, _sampling(options, warm_up), use_tqdm=False)
         begin_s = time.perf_counter()
         outputs = llm.generate([request.prompt for request in requests], sampling)
         elapsed_s = time.perf_counter() - begin_s
@@ -176,7 +187,10 @@ def _throughput(
 
 
 def _throughput_async(
-    options: argparse.Namespace, engine: dict[str, Any], requests: Sequence[SampleRequest]
+    options: argparse.Namespace,
+    engine: dict[str, Any],
+    requests: Sequence[SampleRequest],
+    warm_up: Sequence[SampleRequest],
 ) -> tuple[float, int, int]:
     """Do as `_throughput` through `AsyncLLM`: an engine process and one coroutine per request."""
 
@@ -187,12 +201,16 @@ def _throughput_async(
             output = sum(len(choice.token_ids) for choice in found.outputs)
         return [prompt, output]
 
+    async def all_of(llm: AsyncLLM, some: Sequence[SampleRequest]) -> list[list[int]]:
+        pairs = zip(some, _sampling(options, some), strict=True)
+        return await asyncio.gather(*(one(llm, *pair) for pair in pairs))
+
     async def run() -> tuple[float, int, int]:
         llm = await AsyncLLM.start(_config(options, engine))
         try:
+            await all_of(llm, warm_up)
             begin_s = time.perf_counter()
-            pairs = zip(requests, _sampling(options, requests), strict=True)
-            counts = await asyncio.gather(*(one(llm, *pair) for pair in pairs))
+            counts = await all_of(llm, requests)
             elapsed_s = time.perf_counter() - begin_s
         finally:
             await llm.shutdown()

@@ -89,6 +89,15 @@ def test_the_table_of_a_run():
     ]
 
 
+def test_waits_in_the_client_count_on_request():
+    results = [result(100.0, 0.5, []), result(100.0, 0.5, [0.5])]
+    results[1].queue_s = 2.0
+    names = ("client_queue_time", "e2el_including_client_queue", "e2el")
+    figures = summarize(results, 1.0, Wanted(metrics=names))
+    means = [figures[f"mean_{name}_ms"] for name in names]
+    assert means == pytest.approx([1000, (500 + 3000) / 2, (500 + 1000) / 2])
+
+
 def test_a_run_without_successes_has_figures():
     figures = summarize([RUN[-1]], 2.0, Wanted(metrics=ALL))
     assert (figures["completed"], figures["failed"]) == (0, 1)

@@ -85,7 +85,8 @@ def files(tmp_path):
          "\"num_speculative_tokens\": 5, \"prompt_lookup_max\": 5, \"prompt_lookup_min\": 2}'", 20),
         ("--dataset-name prefix_repetition --num-prompts 4 --prefix-repetition-num-prefixes 2 "
          "--prefix-repetition-prefix-len 20 --prefix-repetition-suffix-len 5 --output-len 2", 8),
-        ("--input-len 8 --output-len 2 --n 2 --num-prompts 3 --max-num-seqs 4", 12),
+        ("--input-len 8 --output-len 2 --n 2 --num-prompts 3 --max-num-seqs 4 --num-warmups 1 "
+         "--disable-detokenize", 12),
     ],
     ids=["sharegpt", "sonnet", "speculation", "prefixes", "random"],
 )  # fmt: skip
@@ -132,7 +133,7 @@ def test_bad_options_end_with_a_line_that_says_what_to_do(run, line, message):
 
 def test_engine_options_are_keywords():
     line = "--dtype float16 --max-model-len=128 --enforce-eager --no-enable-prefix-caching -tp 1"
-    more = """--speculative-config '{"method": "ngram"}'"""
+    more = """--trust-remote-code --speculative-config '{"method": "ngram"}'"""
     assert engine_options(shlex.split(f"{line} {more}")) == {
         "dtype": "float16",
         "max_model_len": 128,
