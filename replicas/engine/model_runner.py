@@ -19,7 +19,6 @@ import torch
 
 from replicas.engine.device_batch import DeviceDraws, DeviceInputs, table_arguments
 from replicas.engine.input_batch import PersistentBatch, last_indices
-from replicas.engine.speculation import accepted_runs
 from replicas.engine.step import RowFailure, RowHidden, RowLogprobs, ScheduledBatch, StepResult
 from replicas.errors import DeviceError
 from replicas.philox import uniform
@@ -32,6 +31,7 @@ from replicas.sampling.sampler import (
     sample,
 )
 from replicas.sampling_params import GREEDY_EPS
+from replicas.speculation.drafts import accepted_runs
 from replicas.warm_up import timed_pass
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from replicas.config import EngineConfig
     from replicas.engine.device_batch import CallRows
-    from replicas.engine.speculation import Drafter
     from replicas.engine.step import NewRow, StepKind
     from replicas.generators.protocol import (
         ForwardOutput,
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
     from replicas.sampling.logprobs import Logprobs
     from replicas.sampling.processor import RowChanges, RowProcessor
     from replicas.sampling_params import Pooling
+    from replicas.speculation.drafts import Drafter
 
     IntArray = npt.NDArray[np.integer[Any]]
     Int32Array = npt.NDArray[np.int32]

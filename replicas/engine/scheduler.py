@@ -38,9 +38,9 @@ from replicas.engine.pause import Pause
 from replicas.engine.preparations import Preparations
 from replicas.engine.request_table import DecodeRows, RequestTable
 from replicas.engine.sequence import Phase, Sequence
-from replicas.engine.speculation import DraftController
 from replicas.engine.step_plan import StepPlan
 from replicas.messages import KV_TRANSFER_FAILED, NO_ALLOWED_TOKEN, NO_LOGITS, DraftCounters
+from replicas.speculation.controller import DraftController
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

@@ -23,7 +23,6 @@ import torch
 from kv_transfer.connector import load_connector
 from replicas.engine.facts import connector_settings, model_facts
 from replicas.engine.model_runner import ModelRunner
-from replicas.engine.speculation import NgramDrafter
 from replicas.errors import InvalidRequestError
 from replicas.generators.model_config import load_engine_model
 from replicas.generators.plugin.routes import route_mesh
@@ -40,6 +39,7 @@ from replicas.sampling.grammar import GrammarCache
 from replicas.sampling.logprobs import Logprobs
 from replicas.sampling.order import row_processors
 from replicas.sampling.sampler import SamplingColumns, sample
+from replicas.speculation.drafts import NgramDrafter
 from replicas.warm_up import timed_pass
 
 if TYPE_CHECKING:
@@ -56,13 +56,13 @@ if TYPE_CHECKING:
     from replicas.config import EngineConfig, SpeculativeConfig
     from replicas.engine.hooks import EngineHooks
     from replicas.engine.model_runner import SubmittedStep
-    from replicas.engine.speculation import Drafter
     from replicas.engine.step import ModelFacts, ScheduledBatch, StepResult
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.protocol import Generator, SupportsLayerCallbacks
     from replicas.kv_groups import KVGroup
     from replicas.platforms.platform import Platform
     from replicas.sampling.preparation import Preparation, Prepared
+    from replicas.speculation.drafts import Drafter
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from kv_transfer.p2p_worker import P2PConnectorWorker
-from replicas.engine.speculation import accepted_runs
 from replicas.engine.step import ModelFacts, RowFailure, ScheduledBatch, StepResult
 from replicas.generators.simulated.device import DeviceTimeline
 from replicas.generators.simulated.kv_io import SimulatedKVIO, simulated_kv_layout
@@ -38,6 +37,7 @@ from replicas.generators.simulated.tokens import (
 from replicas.messages import ExpertCounters, WorkerDescription
 from replicas.sampling.preparation import Prepared
 from replicas.sampling_params import GREEDY_EPS
+from replicas.speculation.drafts import accepted_runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

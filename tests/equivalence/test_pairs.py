@@ -27,7 +27,6 @@ import configs
 from kv_transfer.ticket import Ticket
 from replicas.config import SpeculativeConfig
 from replicas.engine.scheduler import Scheduler
-from replicas.engine.speculation import DraftController
 from replicas.generators.torch.generator import TorchGenerator
 from replicas.messages import (
     Abort,
@@ -42,6 +41,7 @@ from replicas.messages import (
     TokenOutput,
 )
 from replicas.sampling_params import SamplingParams, StructuredOutputs
+from replicas.speculation.controller import DraftController
 from tests.engines import (
     engine_core,
     generate,

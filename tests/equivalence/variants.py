@@ -9,7 +9,7 @@ from unittest import mock
 
 from kv_transfer.store import StoreConfig
 from replicas.config import SpeculativeConfig
-from replicas.engine.speculation import DraftController
+from replicas.speculation.controller import DraftController
 from tests.engines import engine_core, generate, make_config, num_preemptions, num_prefix_hits
 from tests.replicas.engine.shelf_connector import SHELVES
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.engine.speculation import DraftController, NgramDrafter, accepted_runs
 from replicas.messages import DraftCounters
+from replicas.speculation.controller import DraftController
+from replicas.speculation.drafts import NgramDrafter, accepted_runs
 
 
 @pytest.mark.parametrize(
