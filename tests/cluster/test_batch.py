@@ -5,6 +5,8 @@ import contextlib
 import http.server
 import json
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -86,7 +88,9 @@ def scripted(*answers):
 def pauses(monkeypatch):
     """The pauses between tries, none of which is waited for."""
     slept = []
-    monkeypatch.setattr(batch.time, "sleep", slept.append)
+    # Of this module alone: another thread may sleep, too.
+    alone = SimpleNamespace(**{**vars(time), "sleep": slept.append})
+    monkeypatch.setattr(batch, "time", alone)
     monkeypatch.setattr(batch.random, "uniform", lambda low, high: low)
     return slept
 
