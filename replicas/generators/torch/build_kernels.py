@@ -42,7 +42,8 @@ _PER_SET = (
 """Sources that are compiled for each instruction set."""
 _INCLUDED = (
     "attention.inc", "attention_pairs.inc", "attention_plain.inc", "delta.inc", "internal.h",
-    "item.h", "item_end.h", "kernels.h", "norm_rope.inc", "simd.h",
+    "item.h", "item_bfloat16.h", "item_end.h", "item_float32.h", "item_float64.h", "kernels.h",
+    "norm_rope.inc", "simd.h",
 )  # fmt: skip
 FILES = tuple(sorted((*_PER_LIBRARY, *_PER_SET, *_INCLUDED)))
 """All of `csrc/`. A file that something else left there does not count."""

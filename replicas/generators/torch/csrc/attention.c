@@ -81,35 +81,20 @@ INLINE void fetch(const char *from, int64_t num_bytes) {
   for (int64_t i = 0; i < num_bytes; i += LINE) __builtin_prefetch(from + i, 0, 2);
 }
 
-#define ITEM float
-#define REAL float
-#define LANES FLOATS
-#define VECTOR floats
+#include "item_float32.h"
 #define MASK ints
 #define KEPT float
-#define DTYPE float32
-#define KIND floats
 #include "attention_plain.inc"
 #include "attention.inc"
 
-#define ITEM double
-#define REAL double
-#define LANES DOUBLES
-#define VECTOR doubles
+#include "item_float64.h"
 #define MASK longs
 #define KEPT double
-#define DTYPE float64
-#define KIND doubles
 #include "attention_plain.inc"
 #include "attention.inc"
 
-#define ITEM bf16
-#define REAL float
-#define LANES FLOATS
-#define VECTOR floats
+#include "item_bfloat16.h"
 #define MASK ints
-#define DTYPE bfloat16
-#define KIND floats
 #if defined(__AVX512BF16__)
 #define KEPT bf16
 #include "attention_pairs.inc"

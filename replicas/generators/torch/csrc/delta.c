@@ -1,20 +1,10 @@
 // Gated delta rules: one token of each of some sequences, with the convolution before it.
 #include "simd.h"
 
-#define ITEM float
-#define REAL float
-#define LANES FLOATS
-#define VECTOR floats
-#define KIND floats
-#define DTYPE float32
+#include "item_float32.h"
 #include "delta.inc"
 
-#define ITEM double
-#define REAL double
-#define LANES DOUBLES
-#define VECTOR doubles
-#define KIND doubles
-#define DTYPE float64
+#include "item_float64.h"
 #include "delta.inc"
 
 void VARIANT(delta)(void *given) {

@@ -1,4 +1,4 @@
-// Loads and stores of one dtype, named by what the including file has defined:
+// Loads and stores of one dtype, named by what one of item_float32.h and its like has defined:
 // ITEM (as stored), REAL (as computed), LANES and VECTOR (of REAL), and as suffixes of names DTYPE
 // and KIND (of vector).
 #ifndef NAME

@@ -1,4 +1,4 @@
-// Undefine what item.h and its including file have defined.
+// Undefine what item.h and the dtype's header have defined.
 #undef NAME
 #undef VECTORS
 #undef LOAD

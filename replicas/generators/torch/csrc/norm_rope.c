@@ -1,28 +1,13 @@
 // Root mean square norm, rotary position embedding and the write of keys and values, in every dtype.
 #include "simd.h"
 
-#define ITEM float
-#define REAL float
-#define LANES FLOATS
-#define VECTOR floats
-#define KIND floats
-#define DTYPE float32
+#include "item_float32.h"
 #include "norm_rope.inc"
 
-#define ITEM bf16
-#define REAL float
-#define LANES FLOATS
-#define VECTOR floats
-#define KIND floats
-#define DTYPE bfloat16
+#include "item_bfloat16.h"
 #include "norm_rope.inc"
 
-#define ITEM double
-#define REAL double
-#define LANES DOUBLES
-#define VECTOR doubles
-#define KIND doubles
-#define DTYPE float64
+#include "item_float64.h"
 #include "norm_rope.inc"
 
 void VARIANT(normalise_row)(const norm_call *call, int64_t row) {
