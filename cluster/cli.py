@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cluster.lifecycle.local_nodes import LocalNode
     from cluster.lifecycle.supervisor import ServeOptions
     from replicas.config import Role
@@ -533,41 +535,37 @@ def chaos(
 @bench.command("serve", context_settings=_PASSED_ON)
 def bench_serve(context: typer.Context) -> None:
     """Measure a running server: TTFT, TPOT, ITL, latencies, throughput and goodput."""
-    from cluster.bench.errors import BenchError
     from cluster.bench.serve import bench_serve as run
     from cluster.config.environment import process_environment
 
     environment = process_environment()
     # The file of a secret often ends with a newline.
     api_key = environment.get("TTSERVE_API_KEY") or environment.get("OPENAI_API_KEY", "")
-    try:
-        code = run(context.args, api_key.rstrip("\r\n"), typer.echo)
-    except BenchError as error:
-        _fail(str(error), _BAD_CONFIG)
-    raise typer.Exit(code)
+    _exit_after(lambda: run(context.args, api_key.rstrip("\r\n"), typer.echo))
 
 
 @bench.command("latency", context_settings=_PASSED_ON)
 def bench_latency(context: typer.Context) -> None:
     """Measure the time that one batch takes on an engine, without a server."""
-    from cluster.bench.errors import BenchError
     from cluster.bench.offline import bench_latency as run
 
-    try:
-        code = run(context.args, typer.echo)
-    except BenchError as error:
-        _fail(str(error), _BAD_CONFIG)
-    raise typer.Exit(code)
+    _exit_after(lambda: run(context.args, typer.echo))
 
 
 @bench.command("throughput", context_settings=_PASSED_ON)
 def bench_throughput(context: typer.Context) -> None:
     """Measure the tokens per second of many requests on an engine, without a server."""
-    from cluster.bench.errors import BenchError
     from cluster.bench.offline import bench_throughput as run
 
+    _exit_after(lambda: run(context.args, typer.echo))
+
+
+def _exit_after(benchmark: Callable[[], int]) -> NoReturn:
+    """End with a benchmark's exit code, or with its error."""
+    from cluster.bench.errors import BenchError
+
     try:
-        code = run(context.args, typer.echo)
+        code = benchmark()
     except BenchError as error:
         _fail(str(error), _BAD_CONFIG)
     raise typer.Exit(code)

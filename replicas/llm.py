@@ -39,6 +39,27 @@ _KV_BYTES_OFFLINE = 512 * 2**20
 """Default KV memory offline, where one engine has the host to itself."""
 
 
+def offline_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
+    """Return the configuration of an engine that has the host to itself.
+
+    Args:
+        model: Model folder.
+        options: Further fields of `EngineConfig`, or vLLM's names of them.
+
+    Raises:
+        ConfigError: An option is unknown or has a value that it cannot have.
+    """
+    fields = translated_options(options)
+    if "gpu_memory_utilization" not in fields:
+        fields.setdefault("kv_cache_memory_bytes", _KV_BYTES_OFFLINE)
+    try:
+        config = msgspec.convert({"model": str(model), **fields}, EngineConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"engine options: {error}") from error
+    config.validate()
+    return config
+
+
 class LLM:
     """Model for offline generation; as a context manager it ends the engine on exit.
 
@@ -67,14 +88,7 @@ class LLM:
         generation_config: GenerationConfigSource = "auto",
         **engine_options: Any,  # noqa: ANN401 - of EngineConfig or vLLM, checked by these
     ) -> None:
-        options = translated_options(engine_options)
-        if "gpu_memory_utilization" not in options:
-            options.setdefault("kv_cache_memory_bytes", _KV_BYTES_OFFLINE)
-        try:
-            config = msgspec.convert({"model": str(model), **options}, EngineConfig)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"engine options: {error}") from error
-        config.validate()
+        config = offline_config(model, engine_options)
         self._defaults = read_sampling_defaults(model, generation_config)
         self._tokenizer = None if skip_tokenizer_init else Tokenizer.from_folder(model)
         with _progress_bar() as bar:

@@ -108,42 +108,26 @@ def serve_parser() -> argparse.ArgumentParser:
 
 def latency_parser() -> argparse.ArgumentParser:
     """Return the parser of `ttserve bench latency`."""
-    parser = _Parser(
-        "ttserve bench latency",
-        description="Measure one batch on an engine. Options are those of `vllm bench latency`; "
-        "options that are not listed are those of an engine.",
-        allow_abbrev=False,
-    )
+    parser = _offline_parser("latency", "Measure one batch on an engine.")
     add = parser.add_argument
-    add("--model", default="demo", help="Model folder; `demo` is bundled.")
     add("--input-len", type=int, default=32, help="Tokens of each prompt.")
     add("--output-len", type=int, default=128, help="Output tokens of each prompt.")
     add("--batch-size", type=int, default=8, help="Prompts of the batch.")
-    add("--n", type=int, default=1, help="Sequences for each prompt.")
     add("--use-beam-search", action="store_true", help="Search with --n beams.")
     add("--num-iters-warmup", type=int, default=10, help="Iterations before the measurement.")
     add("--num-iters", type=int, default=30, help="Iterations that are measured.")
-    add("--output-json", type=Path, help="File for the figures.")
     return parser
 
 
 def throughput_parser() -> argparse.ArgumentParser:
     """Return the parser of `ttserve bench throughput`."""
-    parser = _Parser(
-        "ttserve bench throughput",
-        description="Measure many requests on an engine. Options are those of `vllm bench "
-        "throughput`; options that are not listed are those of an engine.",
-        allow_abbrev=False,
-    )
+    parser = _offline_parser("throughput", "Measure many requests on an engine.")
     add = parser.add_argument
-    add("--model", default="demo", help="Model folder; `demo` is bundled.")
     add("--tokenizer", help="Model folder whose tokenizer counts tokens; by default the model's.")
     add("--backend", choices=["vllm"], default="vllm", help="Other backends do not exist here.")
     _add_dataset_options(parser, "sharegpt")
     add("--num-warmups", type=int, default=0, help="Requests before the measurement.")
-    add("--n", type=int, default=1, help="Sequences for each prompt.")
     add("--async-engine", action="store_true", help="Use `AsyncLLM` instead of `LLM`.")
-    add("--output-json", type=Path, help="File for the figures.")
     return parser
 
 
@@ -237,6 +221,21 @@ def numbers(option: str, given: Sequence[str]) -> list[float]:
         return [float(text) for text in given]
     except ValueError as error:
         raise BenchError(f"{option}: {error}") from None
+
+
+def _offline_parser(name: str, purpose: str) -> argparse.ArgumentParser:
+    """Return a parser with what both benchmarks of an engine have."""
+    parser = _Parser(
+        f"ttserve bench {name}",
+        description=f"{purpose} Options are those of `vllm bench {name}`; options that are not "
+        "listed are those of an engine.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", default="demo", help="Model folder; `demo` is bundled.")
+    add("--n", type=int, default=1, help="Sequences for each prompt.")
+    add("--output-json", type=Path, help="File for the figures.")
+    return parser
 
 
 def _add_dataset_options(parser: argparse.ArgumentParser, default: str) -> None:

@@ -25,7 +25,7 @@ _MOST_TRIES = 10
 _MIN_LEN = 4
 _MAX_PROMPT_LEN = 1024
 _MAX_TOTAL_LEN = 2048
-_SONNET_TASK = "Go on with this poem, in the manner of its lines:"
+_SONNET_TASK = "Go on with this poem in the style of its lines:"
 
 
 class SampleRequest(msgspec.Struct, frozen=True):

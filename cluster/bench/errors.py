@@ -1,6 +1,11 @@
-"""The error of `ttserve bench`."""
+"""The error and the exit codes of `ttserve bench`."""
 
 from __future__ import annotations
+
+FAILED = 1
+"""The engine or the server failed."""
+STOPPED = 130
+"""Ctrl-C, as shells say it."""
 
 
 class BenchError(Exception):

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import msgspec
 import numpy as np
 from rich.console import Console
 from rich.progress import track
@@ -25,12 +24,11 @@ from cluster.bench.arguments import (
     parse_known,
     throughput_parser,
 )
-from cluster.bench.errors import BenchError
+from cluster.bench.errors import FAILED, STOPPED, BenchError
 from cluster.bench.samples import load_requests, load_tokenizer, model_folder
 from replicas import LLM, AsyncLLM, BeamSearchParams, SamplingParams
-from replicas.config import EngineConfig
 from replicas.errors import ConfigError, EngineError, InvalidRequestError
-from replicas.vllm_options import engine_options as translated
+from replicas.llm import offline_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,8 +38,6 @@ if TYPE_CHECKING:
 
 Say: TypeAlias = Callable[[str], None]
 
-_FAILED = 1
-_STOPPED = 130
 _PERCENTILES = (10, 25, 50, 75, 90, 99)
 _MOST_TOKEN_ID = 10_000
 
@@ -66,10 +62,10 @@ def bench_latency(arguments: Sequence[str], say: Say) -> int:
         except (ConfigError, InvalidRequestError):
             raise
         except EngineError as error:
-            code = _FAILED
+            code = FAILED
             say(f"the engine failed after {len(latencies_s)} of {options.num_iters}: {error}")
         except KeyboardInterrupt:
-            code = _STOPPED
+            code = STOPPED
             say(f"stopped after {len(latencies_s)} of {options.num_iters} iterations")
     if not latencies_s:
         return code
@@ -117,7 +113,7 @@ def bench_throughput(arguments: Sequence[str], say: Say) -> int:
             raise
         except EngineError as error:
             say(f"the engine failed: {error}")
-            return _FAILED
+            return FAILED
     total = num_prompt + num_output
     say(
         f"Throughput: {len(requests) / elapsed_s:.2f} requests/s, "
@@ -206,7 +202,7 @@ def _throughput_async(
         return await asyncio.gather(*(one(llm, *pair) for pair in pairs))
 
     async def run() -> tuple[float, int, int]:
-        llm = await AsyncLLM.start(_config(options, engine))
+        llm = await AsyncLLM.start(offline_config(model_folder(options.model), engine))
         try:
             await all_of(llm, warm_up)
             begin_s = time.perf_counter()
@@ -218,17 +214,6 @@ def _throughput_async(
         return elapsed_s, num_prompt, num_output
 
     return asyncio.run(run())
-
-
-def _config(options: argparse.Namespace, engine: dict[str, Any]) -> EngineConfig:
-    """Return the configuration that `LLM` makes of the same options."""
-    given = {"model": model_folder(options.model), **translated(engine)}
-    try:
-        config = msgspec.convert(given, EngineConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"engine options: {error}") from error
-    config.validate()
-    return config
 
 
 def _sampling(

@@ -27,7 +27,7 @@ from cluster.bench.arguments import (
 )
 from cluster.bench.arrivals import RampUp, arrival_times
 from cluster.bench.client import Target, first_model, send_all, send_one, wait_ready
-from cluster.bench.errors import BenchError
+from cluster.bench.errors import FAILED, STOPPED, BenchError
 from cluster.bench.metrics import DETAILED, Wanted, summarize, table
 from cluster.bench.samples import load_requests, load_tokenizer
 
@@ -42,9 +42,6 @@ if TYPE_CHECKING:
     from cluster.bench.datasets import SampleRequest
 
 Say: TypeAlias = Callable[[str], None]
-
-_FAILED = 1
-_STOPPED = 130
 
 
 def bench_serve(arguments: Sequence[str], api_key: str, say: Say) -> int:
@@ -90,8 +87,8 @@ async def _measure(options: argparse.Namespace, wanted: Wanted, api_key: str, sa
     if options.save_result or options.append_result:
         say(f"saved {_save(options, figures, target.model)}")
     if run.is_stopped:
-        return _STOPPED
-    return _FAILED if run.is_lost or not figures["completed"] else 0
+        return STOPPED
+    return FAILED if run.is_lost or not figures["completed"] else 0
 
 
 async def _send(
