@@ -37,6 +37,14 @@ def model_folder(name: str) -> str:
     return str(demo_model_folder()) if name == DEMO_MODEL else str(Path(name).expanduser())
 
 
+def served_folder(root: str, model: str) -> str:
+    """Return a server's model as `model_folder` takes it: its root, if that is a folder here.
+
+    ttserve's root is a folder's name alone, and its model may be the bundled one.
+    """
+    return root if Path(root).is_dir() else model
+
+
 def load_tokenizer(name: str) -> Tokenizer:
     """Read the tokenizer of a model folder.
 

@@ -29,7 +29,7 @@ from cluster.bench.arrivals import RampUp, arrival_times
 from cluster.bench.client import Target, first_model, send_all, send_one, wait_ready
 from cluster.bench.errors import FAILED, STOPPED, BenchError
 from cluster.bench.metrics import DETAILED, Wanted, summarize, table
-from cluster.bench.samples import load_requests, load_tokenizer
+from cluster.bench.samples import load_requests, load_tokenizer, served_folder
 
 if TYPE_CHECKING:
     import argparse
@@ -70,6 +70,7 @@ async def _measure(options: argparse.Namespace, wanted: Wanted, api_key: str, sa
     if options.model is None:
         model, root = await first_model(target)
         target = msgspec.structs.replace(target, model=model)
+        root = served_folder(root, model)
     tokenizer_id = options.tokenizer or root
     random = np.random.default_rng(options.seed)
     requests = load_requests(options, load_tokenizer(tokenizer_id), random)

@@ -238,6 +238,13 @@ def test_a_server_that_is_not_there_is_named(run):
     assert "check --base-url" in result.output
 
 
+def test_a_model_without_a_folder_here_is_counted_by_the_bundled_one_of_its_name(served_demo):
+    _, url = served_demo
+    given = ["--base-url", url, "--disable-tqdm", "--random-input-len", "8", "--num-prompts", "2"]
+    result = CliRunner().invoke(cli.app, ["bench", "serve", *given])
+    assert result.exit_code == 0, result.output
+
+
 MOONCAKE = [
     {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]},
     {"timestamp": 30, "input_length": 700, "output_length": 2, "hash_ids": [1, 3]},
