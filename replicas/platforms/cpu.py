@@ -104,8 +104,6 @@ class CpuPlatform(Platform):
     def kv_ios(self, kv_cache: KVCache, kv_groups: Sequence[KVGroup]) -> tuple[KVDeviceIO, ...]:
         """Return access to a KV cache in host memory."""
         whole = self.kv_layout(str(self.dtype).removeprefix("torch."))
-        if len(kv_groups) == 1:
-            return (TorchKVIO(kv_cache, whole),)
         layouts = [
             msgspec.structs.replace(
                 whole,
